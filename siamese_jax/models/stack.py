@@ -1,0 +1,128 @@
+"""A stack of Transformer layers under any residual scheme: scanned or unrolled, with rematerialisation by name.
+
+Legend: N layers, B batch, L length, D width.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from siamese_jax.errors import InputError
+from siamese_jax.residual.scheme import Residual, Segments
+
+Watch = Callable[[Mapping[str, jax.Array]], Any]
+
+_policies = jax.checkpoint_policies
+REMAT_POLICIES = {
+    "none": None,
+    "full": _policies.nothing_saveable,
+    "matmuls": _policies.dots_with_no_batch_dims_saveable,
+    "branches": _policies.save_only_these_names("attention_out", "mlp_out"),
+    "inputs": _policies.save_only_these_names("qkv", "context", "mlp_up"),
+}
+
+
+def check_remat(name: str) -> None:
+    """InputError unless the policy is known."""
+    if name not in REMAT_POLICIES:
+        raise InputError(f"unknown remat policy {name!r}: model.remat must be one of {', '.join(REMAT_POLICIES)}")
+
+
+class Layer(nn.Module):
+    """One scheme applied to two branches."""
+
+    make_residual: Callable[[], Residual]
+    make_attention: Callable[[], nn.Module]
+    make_mlp: Callable[[], nn.Module]
+    watch: Watch | None = None
+
+    def setup(self):
+        self.residual = self.make_residual()
+        self.attention = self.make_attention()
+        self.mlp = self.make_mlp()
+
+    def __call__(self, streams, depth, context):
+        streams = self.residual.layer(streams, lambda h: self.attention(h, *context), self.mlp, depth)
+        watched = self.watch(self.residual.named_streams(streams)) if self.watch else None
+        return streams, watched
+
+
+class Stack(nn.Module):
+    """All layers of a model. Parameters stand under `layers` (scan) or `layer_0`, `layer_1`, ... (loop).
+
+    A stack of several segments scans each one: `layers_from_0`, `layers_from_K`, ...; streams are handed
+    over at the seam. `context` is what branches take beside their input. `watch` maps {stream name: [B, L, D]} to arrays, returned stacked over the layers
+    (per segment where the stream names differ).
+    """
+
+    segments: Segments
+    make_attention: Callable[[], nn.Module]
+    make_mlp: Callable[[], nn.Module]
+    scan: bool = True
+    remat: str = "none"
+
+    def _layer_class(self):
+        policy = REMAT_POLICIES[self.remat]
+        # Under scan XLA cannot merge the recomputation with the forward pass, so no barrier is needed there.
+        return Layer if self.remat == "none" else nn.remat(Layer, policy=policy, prevent_cse=not self.scan)
+
+    @nn.compact
+    def __call__(self, streams, *context, watch: Watch | None = None):
+        watched, first = [], 0
+        for make_residual, count in self.segments:
+            parts = (make_residual, self.make_attention, self.make_mlp, watch)
+            if self.scan:
+                scanned = nn.scan(
+                    self._layer_class(),
+                    variable_axes={"params": 0},
+                    split_rngs={"params": True},
+                    in_axes=(0, nn.broadcast),
+                    length=count,
+                )
+                layers = scanned(*parts, name=segment_name(self.segments, first))
+                streams, seen = layers(streams, first + jnp.arange(count), context)
+            else:
+                seen = []
+                for depth in range(first, first + count):
+                    layer = self._layer_class()(*parts, name=f"layer_{depth}")
+                    streams, one = layer(streams, depth, context)
+                    seen.append(one)
+                seen = jax.tree.map(lambda *ones: jnp.stack(ones), *seen)
+            watched.append(seen)
+            first += count
+        return streams, watched[0] if len(watched) == 1 else watched
+
+
+def segment_name(segments: Segments, first: int) -> str:
+    """The parameter name of the scanned segment that starts at layer `first`."""
+    return "layers" if len(segments) == 1 else f"layers_from_{first}"
+
+
+def _starts(segments: Segments) -> list[tuple[str, int, int]]:
+    rows, first = [], 0
+    for _, count in segments:
+        rows.append((segment_name(segments, first), first, count))
+        first += count
+    return rows
+
+
+def unstack_layers(params: Mapping, segments: Segments) -> dict:
+    """Scanned parameters -> the unrolled layout (`layer_0`, `layer_1`, ...)."""
+    rows = _starts(segments)
+    loose = {name: value for name, value in params.items() if name not in {name for name, _, _ in rows}}
+    for name, first, count in rows:
+        for i in range(count):
+            loose[f"layer_{first + i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], params[name])
+    return loose
+
+
+def stack_layers(params: Mapping, segments: Segments) -> dict:
+    """Unrolled parameters -> the scanned layout; the inverse of `unstack_layers`."""
+    kept = {name: value for name, value in params.items() if not name.startswith("layer_")}
+    for name, first, count in _starts(segments):
+        layers = [params[f"layer_{depth}"] for depth in range(first, first + count)]
+        kept[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return kept
