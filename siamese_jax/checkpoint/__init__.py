@@ -1,0 +1,11 @@
+"""Checkpoints, saved in the background and checked bit by bit when read. The only room that knows Orbax.
+
+`FOLDER/STEP/` holds the arrays as Orbax writes them and, written last, `about.json` (seal.py): Orbax alone
+restores flipped bits without a word. Its CheckpointManager is not used: it counts a step before that is on
+disk, and its last two files come too late for a seal. So Orbax writes `STEP.saving`; sealed, that is renamed.
+"""
+
+from siamese_jax.checkpoint.checkpoints import Checkpoints
+from siamese_jax.checkpoint.seal import available_steps, read_about
+
+__all__ = ['Checkpoints', 'available_steps', 'read_about']

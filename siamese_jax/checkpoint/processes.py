@@ -1,0 +1,38 @@
+"""One verdict on all processes: a checkpoint that one of them cannot read is broken for all."""
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from siamese_jax.checkpoint.seal import Broken, one_line
+
+WAIT_MS = 20 * 60 * 1000  # one process may seal or verify large files while the others wait
+
+
+def together(work):
+    """The value of `work()`; Broken on every process if it failed on any."""
+    value, reason = None, None
+    try:
+        value = work()
+    except Exception as fault:
+        reason = one_line(fault)
+    if reason := vote(reason):
+        raise Broken(reason)
+    return value
+
+
+def vote(word):
+    """On every process, the word of the first process that has one; None if none has."""
+    if jax.process_count() == 1:
+        return word
+    barrier('vote')  # a collective gives up when a process comes 30 s late, this does not
+    ballot = np.frombuffer((word or '').encode()[:200].ljust(200, b'\0'), np.uint8)
+    rows = multihost_utils.process_allgather(ballot)
+    words = [row.tobytes().rstrip(b'\0').decode(errors='replace') for row in rows]
+    return next(filter(None, words), None)
+
+
+def barrier(name):
+    """Waits for all processes; safe in a background thread, unlike a collective."""
+    ocp.multihost.get_barrier_sync_fn()(key=f'siamese_jax_{name}', timeout_ms=WAIT_MS)

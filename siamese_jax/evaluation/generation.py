@@ -1,0 +1,51 @@
+"""Sampling a continuation by running the whole window for every token.
+
+Legend: L window length.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from siamese_jax.models.language import LanguageModel
+from siamese_jax.models.loss import logits_of
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_tokens", "temperature"))
+def _continue(model, params, window_L, filled, key, *, num_tokens: int, temperature: float):
+    """num_tokens ids after the first `filled` ones of the window; a full window slides on by one."""
+
+    def one(carry, key):
+        window, filled = carry
+        hidden, _ = model.apply({"params": params}, window[None], method="hidden")
+        last = jax.lax.dynamic_slice_in_dim(hidden, filled - 1, 1, axis=1)
+        kernel = model.apply({"params": params}, method="kernel_DV")
+        logits = logits_of(last, kernel, model.config.vocab_size)[0, 0]
+        if temperature > 0:
+            token = jax.random.categorical(key, logits / temperature).astype(window.dtype)
+        else:
+            token = jnp.argmax(logits).astype(window.dtype)
+        full = filled == window.shape[0]
+        window = jnp.where(full, jnp.roll(window, -1), window)
+        filled = jnp.where(full, filled, filled + 1)
+        return (window.at[filled - 1].set(token), filled), token
+
+    return jax.lax.scan(one, (window_L, filled), jax.random.split(key, num_tokens))[1]
+
+
+def sample(
+    model: LanguageModel, params, tokenizer, prompt: str, *,
+    length: int, num_tokens: int, temperature: float = 0.8, seed: int = 0,
+) -> str:
+    """The text that the model puts after `prompt`; temperature 0 takes the likeliest token.
+
+    The context is the last `length` tokens, an end of text in front of the prompt included.
+    """  # fmt: skip
+    start = [tokenizer.end_of_text, *tokenizer.encode_batch([prompt])[0].tolist()][-length:]
+    window = jnp.full((length,), tokenizer.end_of_text, jnp.int32).at[: len(start)].set(jnp.asarray(start))
+    ids = _continue(
+        model, params, window, jnp.asarray(len(start)), jax.random.key(seed),
+        num_tokens=num_tokens, temperature=temperature,
+    )  # fmt: skip
+    return tokenizer.decode(ids.tolist())

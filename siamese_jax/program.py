@@ -1,0 +1,123 @@
+"""How every program starts and ends: flags with clear errors, and exit codes.
+
+0 done · 2 a wrong configuration or input, one line on stderr · 1 a fault, one line · 130 interrupted.
+"""
+
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from siamese_jax.config import base_config, flat_items, nearest_key
+from siamese_jax.errors import FaultError, InputError
+
+OK, FAULT, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+FLAGS = flags.FLAGS
+LOG = logging.getLogger("siamese_jax")
+
+
+def define_config_flag() -> None:
+    """--config=FILE and --config.a.b=VALUE."""
+    config_flags.DEFINE_config_file(
+        "config", None, "Configuration file; --config.a.b=VALUE changes one of its values.", lock_config=True
+    )
+
+
+def define_json_flag() -> None:
+    """--json."""
+    flags.DEFINE_bool("json", False, "Print one JSON object on stdout; everything else goes to stderr.")
+
+
+def say(line: str = "") -> None:
+    """A line for the reader: on stdout, or on stderr where --json keeps stdout for one object."""
+    print(line, file=sys.stderr if FLAGS.is_parsed() and FLAGS.get_flag_value("json", False) else sys.stdout, flush=True)
+
+
+def required(name: str) -> str:
+    """The value of a flag, or InputError that says to give it."""
+    value = FLAGS.get_flag_value(name, None)
+    if not value:
+        raise InputError(f"--{name} is missing: give it, or see --help")
+    return value
+
+
+def _check_overrides(arguments: Sequence[str]) -> None:
+    """InputError for --config.KEY=... where KEY is unknown; names the nearest key."""
+    known = flat_items(base_config())
+    groups = {key.rsplit(".", depth)[0] for key in known for depth in (1, 2) if key.count(".") >= depth}
+    for argument in arguments:
+        name = argument.partition("=")[0].lstrip("-").removeprefix("no")
+        key = name.removeprefix("config.")
+        if name.startswith("config.") and key not in known and key not in groups:
+            raise InputError(f"unknown configuration key {key!r}{nearest_key(key)}")
+
+
+def _check_config_file(arguments: Sequence[str]) -> None:
+    for i, argument in enumerate(arguments):
+        name, has_value, value = argument.lstrip("-").partition("=")
+        if name != "config" or not argument.startswith("-"):
+            continue
+        path = value if has_value else (arguments[i + 1] if i + 1 < len(arguments) else "")
+        if not pathlib.Path(path).is_file():
+            near = sorted(str(found) for found in pathlib.Path("configs").glob("*.py"))
+            listed = f"; there are: {', '.join(near)}" if near else ""
+            raise InputError(f"there is no configuration file {path!r}{listed}")
+
+
+def _parse(arguments: Sequence[str]) -> list[str]:
+    if {"--help", "-h", "-help", "--helpfull"} & set(arguments[1:]):
+        print(sys.modules["__main__"].__doc__.strip(), end="\n\n")
+        print(FLAGS.main_module_help())
+        sys.exit(OK)
+    _check_overrides(arguments[1:])
+    _check_config_file(arguments[1:])
+    try:
+        rest = FLAGS(list(arguments))
+    except flags.Error as error:
+        raise InputError(f"{_one_line(error)} (see --help)") from error
+    except InputError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, ImportError, NameError) as error:
+        raise InputError(f"the configuration cannot be read: {type(error).__name__}: {_one_line(error)}") from error
+    if len(rest) > 1:
+        raise InputError(f"unknown argument {rest[1]!r}: every option starts with -- (see --help)")
+    return rest
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).replace("\\n", " ").split()).strip("'\"\\ ")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses the flags, runs main() and exits with the code that its ending deserves."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    LOG.setLevel(logging.INFO)
+    try:
+        _parse(sys.argv)
+        app.run(lambda _: _ending(main), argv=sys.argv[:1], flags_parser=lambda argv: argv)
+    except InputError as error:
+        _leave(f"error: {error}", WRONG_INPUT)
+
+
+def _ending(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except InputError as error:
+        _leave(f"error: {error}", WRONG_INPUT)
+    except FaultError as error:
+        _leave(f"fault: {error}", FAULT)
+    except KeyboardInterrupt:
+        _leave("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        os._exit(FAULT)
+    return OK
+
+
+def _leave(line: str, code: int) -> None:
+    print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    sys.exit(code)

@@ -1,0 +1,51 @@
+"""The closing words of a training run: what it reached, where it lies, what to type next."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from siamese_jax.training.metrics import format_count
+
+
+def format_summary(result: Mapping, command: Sequence[str]) -> str:
+    """The summary that `train` returned, as text; `command` is the command line that was typed."""
+    typed = "python " + shlex.join(command)
+    if result["status"] == "stopped":
+        return f"stopped at step {result['step']} of {result['steps']}, saved. To go on:\n  {typed}"
+    total, workdir = result["validation"], result["workdir"]
+    lines = [f"the run in {workdir} is complete" + (" already" if "already" in result["status"] else "")]
+    lines.append(
+        f"  validation   {total['bits_per_byte']:.4f} bits per byte, loss {total['loss']:.4f}, "
+        f"perplexity {total['perplexity']:.3f} a token ({total['tokens']:,} tokens)"
+    )
+    if result["tokens_per_second"]:
+        mfu = f", MFU {result['mfu']:.1%}" if result["mfu"] else ""
+        lines.append(f"  speed        {format_count(result['tokens_per_second'])} tokens/s{mfu}")
+    lines += [
+        f"  model        {result['parameters']:,} parameters, {result['residual']}, "
+        f"{format_count(result['tokens'])} tokens seen",
+        f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, {workdir}/summary.json",
+    ]
+    if result["sample"]:
+        lines += ["  sample", "    " + (result["prompt"] + result["sample"]).replace("\n", "\n    ")]
+    start_again = _with_workdir(command, workdir)
+    lines += [
+        "to evaluate:",
+        f"  python eval.py --workdir={workdir}",
+        "to train on from these weights, as a new run:",
+        f"  {start_again}",
+    ]
+    return "\n".join(lines)
+
+
+def _with_workdir(command: Sequence[str], workdir: str) -> str:
+    """The same command in another folder, starting from the weights of this one."""
+    kept, skip = [], False
+    for word in command:
+        if skip or word.lstrip("-").startswith(("workdir=", "config.training.init_from")):
+            skip = False
+        elif word.lstrip("-") == "workdir":
+            skip = True
+        else:
+            kept.append(word)
+    added = [f"--workdir={workdir.rstrip('/')}-2", f"--config.training.init_from={workdir}"]
+    return "python " + shlex.join([*kept, *added])

@@ -1,0 +1,102 @@
+"""One update, and one look at the streams: the two programs that training compiles.
+
+Legend: A micro-batches, B windows of an update, L length, N layers.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from siamese_jax.models.language import LanguageModel
+from siamese_jax.models.loss import weighted_sums
+from siamese_jax.training.optimizer import update_ema
+from siamese_jax.training.state import TrainState
+
+Batch = dict[str, jax.Array]
+
+
+def document_options(batch: Batch) -> dict:
+    """What the model takes beside tokens when documents of a window do not see each other."""
+    return {f"{name}_BL": batch[name] for name in ("positions", "segments") if name in batch}
+
+
+def make_loss(model: LanguageModel, z_loss: float) -> Callable:
+    """(params, batch, total weight) -> (objective, cross-entropy), both divided by the total weight."""
+
+    def loss(params, batch: Batch, total_weight):
+        losses = model.apply(
+            {"params": params}, batch["inputs"], batch["targets"], method="losses", **document_options(batch)
+        )
+        objective, cross_entropy, _ = weighted_sums(losses, batch["weights"], z_loss)
+        return objective / total_weight, cross_entropy / total_weight
+
+    return loss
+
+
+def accumulated_gradient(loss: Callable, params, batch: Batch, num_parts: int):
+    """((objective, cross-entropy), gradient) of a batch taken in `num_parts` micro-batches.
+
+    Every part is divided by the weight of the WHOLE batch, so parts with fewer tokens count for less:
+    the result is the gradient of one large batch.
+    """
+    total = jnp.sum(batch["weights"])
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    if num_parts == 1:
+        return gradient(params, batch, total)
+    # Part a holds rows a, a + A, ...: each device keeps its own rows whatever the number of parts.
+    parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, num_parts, *x.shape[1:]), 1, 0), batch)
+
+    def body(sums, part):
+        return jax.tree.map(jnp.add, sums, gradient(params, part, total)), None
+
+    zeros = ((jnp.zeros(()), jnp.zeros(())), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(body, zeros, parts)[0]
+
+
+def make_train_step(
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable,
+    *,
+    num_parts: int = 1,
+    z_loss: float = 0.0,
+    ema: float = 0.0,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """(state, batch) -> (state, metrics); the caller jits it and donates the state."""
+    loss = make_loss(model, z_loss)
+
+    def train_step(state: TrainState, batch: Batch):
+        (objective, cross_entropy), gradient = accumulated_gradient(loss, state.params, batch, num_parts)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": cross_entropy,
+            "objective": objective,
+            "learning_rate": schedule(state.step),
+            "grad_norm": optax.tree.norm(gradient),
+            "param_norm": optax.tree.norm(params),
+            "update_norm": optax.tree.norm(updates),
+        }
+        average = update_ema(state.ema, params, ema) if ema else None
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state, ema=average), metrics
+
+    return train_step
+
+
+def make_stream_watch(model: LanguageModel) -> Callable[[dict, Batch], dict[str, jax.Array]]:
+    """(params, batch) -> {stream: RMS [N] after each layer}, a forward pass of its own."""
+
+    def rms(streams):
+        return {
+            name: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) for name, x in streams.items()
+        }
+
+    def watch(params, batch: Batch):
+        options = document_options(batch)
+        _, seen = model.apply({"params": params}, batch["inputs"], watch=rms, method="hidden", **options)
+        segments = seen if isinstance(seen, list) else [seen]
+        return {name: jnp.concatenate([part[name] for part in segments]) for name in segments[0]}
+
+    return watch
