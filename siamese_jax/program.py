@@ -6,18 +6,23 @@
 import logging
 import os
 import pathlib
+import re
+import runpy
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 
 from absl import app, flags
-from ml_collections import config_flags
+from absl import logging as absl_logging
+from ml_collections import ConfigDict, config_flags
 
 from siamese_jax.config import base_config, flat_items, nearest_key
 from siamese_jax.errors import FaultError, InputError
 
 OK, FAULT, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 FLAGS = flags.FLAGS
-LOG = logging.getLogger("siamese_jax")
+flags.disclaim_key_flags()  # the flags below belong to the program that asks for them, and to its --help
 
 
 def define_config_flag() -> None:
@@ -34,7 +39,8 @@ def define_json_flag() -> None:
 
 def say(line: str = "") -> None:
     """A line for the reader: on stdout, or on stderr where --json keeps stdout for one object."""
-    print(line, file=sys.stderr if FLAGS.is_parsed() and FLAGS.get_flag_value("json", False) else sys.stdout, flush=True)
+    for_json = FLAGS.is_parsed() and FLAGS.get_flag_value("json", False)
+    print(line, file=sys.stderr if for_json else sys.stdout, flush=True)
 
 
 def required(name: str) -> str:
@@ -56,7 +62,7 @@ def _check_overrides(arguments: Sequence[str]) -> None:
             raise InputError(f"unknown configuration key {key!r}{nearest_key(key)}")
 
 
-def _check_config_file(arguments: Sequence[str]) -> None:
+def _check_config_files(arguments: Sequence[str]) -> None:
     for i, argument in enumerate(arguments):
         name, has_value, value = argument.lstrip("-").partition("=")
         if name != "config" or not argument.startswith("-"):
@@ -66,6 +72,39 @@ def _check_config_file(arguments: Sequence[str]) -> None:
             near = sorted(str(found) for found in pathlib.Path("configs").glob("*.py"))
             listed = f"; there are: {', '.join(near)}" if near else ""
             raise InputError(f"there is no configuration file {path!r}{listed}")
+        _try_config_file(path)
+
+
+def _try_config_file(path: str) -> None:
+    """InputError that names the line of the file, where ml_collections would show pages."""
+    try:
+        found = runpy.run_path(path)
+        if "get_config" not in found:
+            raise InputError(f"the configuration file {path} has no function get_config()")
+        config = found["get_config"]()
+    except InputError:
+        raise
+    except Exception as error:
+        trace = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in trace if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+        place = f"{path}, line {line}" if line else path
+        raise InputError(f"{place}: {_reason(error)}") from error
+    if not isinstance(config, ConfigDict):
+        raise InputError(f"get_config() of {path} returned {config!r:.40}: it must return a configuration")
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong in a configuration file, in one line; ml_collections' lists of keys are left out."""
+    text = _one_line(error)
+    unknown = re.search(r'(?:Key|instead of) "(\w+)"', text)
+    if isinstance(error, AttributeError):
+        unknown = unknown or re.match(r"[\\']+(\w+)[\\']", text)
+    if isinstance(error, AttributeError | KeyError) and unknown:
+        return f"unknown configuration key {unknown[1]!r}{nearest_key(unknown[1])}"
+    if isinstance(error, SyntaxError):
+        text = error.msg
+    return f"{type(error).__name__}: {text}"
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:
@@ -74,28 +113,24 @@ def _parse(arguments: Sequence[str]) -> list[str]:
         print(FLAGS.main_module_help())
         sys.exit(OK)
     _check_overrides(arguments[1:])
-    _check_config_file(arguments[1:])
+    _check_config_files(arguments[1:])
     try:
         rest = FLAGS(list(arguments))
     except flags.Error as error:
         raise InputError(f"{_one_line(error)} (see --help)") from error
-    except InputError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, ImportError, NameError) as error:
-        raise InputError(f"the configuration cannot be read: {type(error).__name__}: {_one_line(error)}") from error
     if len(rest) > 1:
         raise InputError(f"unknown argument {rest[1]!r}: every option starts with -- (see --help)")
     return rest
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).replace("\\n", " ").split()).strip("'\"\\ ")
+    text = " ".join(str(error).replace("\\n", " ").split()).strip("\\ ")
+    quoted = text[:1] in ("'", '"') and text[:1] == text[-1:]  # as KeyError does
+    return text[1:-1] if quoted else text
 
 
 def run(main: Callable[[], None]) -> None:
     """Parses the flags, runs main() and exits with the code that its ending deserves."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    LOG.setLevel(logging.INFO)
     try:
         _parse(sys.argv)
         app.run(lambda _: _ending(main), argv=sys.argv[:1], flags_parser=lambda argv: argv)
@@ -103,7 +138,21 @@ def run(main: Callable[[], None]) -> None:
         _leave(f"error: {error}", WRONG_INPUT)
 
 
+def _quiet_logging() -> None:
+    """Log lines from warnings up, as they are; absl's start sets it otherwise."""
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    absl_logging.get_absl_handler().setFormatter(logging.Formatter("%(message)s"))
+    sys.excepthook = _show_exception
+
+
+def _show_exception(kind, error, trace) -> None:
+    """Silences TensorStore's threads, which shout after a failed save; what failed is told by FaultError."""
+    if threading.current_thread() is threading.main_thread() or "Event loop is closed" not in str(error):
+        sys.__excepthook__(kind, error, trace)
+
+
 def _ending(main: Callable[[], None]) -> int:
+    _quiet_logging()
     try:
         main()
     except InputError as error:

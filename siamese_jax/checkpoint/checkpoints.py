@@ -143,23 +143,27 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(target), leaves), seal['about']
 
     def _prepare(self):
-        """Before the first save: clears what killed runs left, moves aside the steps after the restored one.
+        """Before the first save."""
+        if self._is_prepared:
+            return
+        together(self._tidy)
+        self._writer = self._writer or ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._restored, self._is_prepared = None, True
+
+    def _tidy(self):
+        """Clears what killed runs left, and moves aside the steps after the one restored.
 
         Those are broken, or will be computed anew. Left in place they would count as newest and be kept.
         """
-        if self._is_prepared:
+        if jax.process_index() > 0:
             return
-        if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name in [path.name for path in self.folder.iterdir()]:
-                if '.saving' in name or name.endswith('.deleting'):
-                    (self.folder / name).rmtree()
-            for step in [] if self._restored is None else self.steps():
-                if step > self._restored:
-                    self._move_aside(step)
-        barrier('prepared')
-        self._writer = self._writer or ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-        self._restored, self._is_prepared = None, True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in [path.name for path in self.folder.iterdir()]:
+            if '.saving' in name or name.endswith('.deleting'):
+                (self.folder / name).rmtree()
+        for step in [] if self._restored is None else self.steps():
+            if step > self._restored:
+                self._move_aside(step)
 
     def _move_aside(self, step):
         names = (self.folder / f'{step}.aside{n}' for n in itertools.count(1))

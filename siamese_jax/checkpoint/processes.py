@@ -1,4 +1,4 @@
-"""One verdict on all processes: a checkpoint that one of them cannot read is broken for all."""
+"""One verdict on all processes: what fails on one of them has failed on all."""
 
 import jax
 import numpy as np

@@ -35,8 +35,15 @@ def _continue(model, params, window_L, filled, key, *, num_tokens: int, temperat
 
 
 def sample(
-    model: LanguageModel, params, tokenizer, prompt: str, *,
-    length: int, num_tokens: int, temperature: float = 0.8, seed: int = 0,
+    model: LanguageModel,
+    params,
+    tokenizer,
+    prompt: str,
+    *,
+    length: int,
+    num_tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
 ) -> str:
     """The text that the model puts after `prompt`; temperature 0 takes the likeliest token.
 

@@ -1,11 +1,13 @@
 """Perplexity and bits per byte of a token store, per source and in total, whatever the batch size.
 
-Legend: B batch, L length.
+Legend: B batch, L length, P pieces (the targets of one document in one window), S sources.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,50 +16,79 @@ from jax.sharding import Mesh
 from siamese_jax.data.loader import evaluation_batches, num_evaluation_windows
 from siamese_jax.data.store import TokenStore
 from siamese_jax.models.language import LanguageModel
-from siamese_jax.parallel.mesh import batch_sharding, put_batch, replicated
+from siamese_jax.parallel.mesh import batch_sharding, replicated
+
+Batch = dict[str, np.ndarray]
+
+
+class Pieces(NamedTuple):
+    """The counted targets of a batch, added up by document and window; each field [P]."""
+
+    window: np.ndarray
+    document: np.ndarray
+    nats: np.ndarray
+    tokens: np.ndarray
 
 
 @dataclasses.dataclass
 class Sums:
-    """What is added up over one source; float64 on the host."""
+    """What is added up for each of several groups of documents; float64 and int64 on the host."""
 
-    nats: float = 0.0
-    tokens: int = 0
-    text_bytes: float = 0.0
-    instance_means: float = 0.0
-    instances: int = 0
+    nats: np.ndarray
+    tokens: np.ndarray
+    text_bytes: np.ndarray
+    instance_means: np.ndarray
+    instances: np.ndarray
 
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+    @classmethod
+    def zeros(cls, num_groups: int) -> "Sums":
+        """Nothing yet."""
+        kinds = (np.float64, np.int64, np.float64, np.float64, np.int64)
+        return cls(*(np.zeros(num_groups, kind) for kind in kinds))
 
-    def report(self) -> dict[str, float]:
-        """The figures: loss in nats a token; both perplexities; bits per byte of text."""
-        loss = self.nats / self.tokens
-        by_instance = self.instance_means / self.instances
+    def add(self, group_P: np.ndarray, pieces: Pieces, text_bytes_P: np.ndarray) -> None:
+        """Adds pieces to their groups. The targets of one group in one window are one instance.
+
+        All windows of a batch must come in one call, and each window in only one.
+        """
+        np.add.at(self.nats, group_P, pieces.nats)
+        np.add.at(self.tokens, group_P, pieces.tokens)
+        np.add.at(self.text_bytes, group_P, text_bytes_P)
+        num_groups = len(self.nats)
+        instances, of_piece = np.unique(pieces.window * num_groups + group_P, return_inverse=True)
+        means = np.bincount(of_piece, pieces.nats) / np.bincount(of_piece, pieces.tokens)
+        np.add.at(self.instance_means, instances % num_groups, means)
+        np.add.at(self.instances, instances % num_groups, 1)
+
+    def report(self, group: int) -> dict[str, float]:
+        """The figures of a group: loss in nats a token; both perplexities; bits per byte of text."""
+        nats, tokens = float(self.nats[group]), int(self.tokens[group])
+        text_bytes, instances = float(self.text_bytes[group]), int(self.instances[group])
         return {
-            "loss": loss,
-            "perplexity": _exp(loss),
-            "perplexity_by_instance": _exp(by_instance),
-            "bits_per_byte": self.nats / math.log(2) / self.text_bytes if self.text_bytes else math.nan,
-            "tokens": self.tokens,
-            "bytes": round(self.text_bytes),
-            "instances": self.instances,
+            "loss": nats / tokens,
+            "perplexity": _exp(nats / tokens),
+            "perplexity_by_instance": _exp(float(self.instance_means[group]) / instances),
+            "bits_per_byte": nats / math.log(2) / text_bytes if text_bytes else math.nan,
+            "tokens": tokens,
+            "bytes": round(text_bytes),
+            "instances": instances,
         }
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.inf if value > 700 else math.exp(value)  # and NaN stays NaN
 
 
 def make_scorer(model: LanguageModel, mesh: Mesh) -> Callable:
-    """Compiled (params, batch) -> cross-entropy of every target [B, L] in nats."""
+    """Compiled (params, batch) -> cross-entropy of every target [B, L] in nats, whole on every device."""
 
     def score(params, batch):
         options = {f"{name}_BL": batch[name] for name in ("positions", "segments") if name in batch}
-        return model.apply({"params": params}, batch["inputs"], batch["targets"], method="losses", **options)[0]
+        tokens = batch["inputs"], batch["targets"]
+        return model.apply({"params": params}, *tokens, method="losses", **options)[0]
 
     shardings = (replicated(mesh), batch_sharding(mesh))
-    return jax.jit(score, in_shardings=shardings, out_shardings=batch_sharding(mesh))
+    return jax.jit(score, in_shardings=shardings, out_shardings=replicated(mesh))
 
 
 class Evaluator:
@@ -69,8 +100,18 @@ class Evaluator:
         max_windows: only the first so many (0 = all).
     """
 
-    def __init__(self, model: LanguageModel, store: TokenStore, mesh: Mesh, *, length: int, batch_size: int,
-                 cross_documents: bool = True, max_windows: int = 0, score: Callable | None = None):
+    def __init__(
+        self,
+        model: LanguageModel,
+        store: TokenStore,
+        mesh: Mesh,
+        *,
+        length: int,
+        batch_size: int,
+        cross_documents: bool = True,
+        max_windows: int = 0,
+        score: Callable | None = None,
+    ):
         self.store, self.mesh, self.length = store, mesh, length
         self.batch_size = -(-batch_size // mesh.size) * mesh.size
         self.cross_documents = cross_documents
@@ -78,54 +119,70 @@ class Evaluator:
         if max_windows:
             self.num_windows = min(max_windows, self.num_windows)
         self.score = score or make_scorer(model, mesh)
+        self._first_documents = np.array([first for first, _ in store.sources.values()], np.int64)
 
-    def batches(self) -> Iterator[dict[str, np.ndarray]]:
+    def batches(self) -> Iterator[Batch]:
         """The batches of a pass; windows beyond `num_windows` weigh nothing."""
-        for batch in evaluation_batches(self.store, self.length, self.batch_size, self.cross_documents):
-            if batch["window"].min() >= self.num_windows:
-                return
+        batches = evaluation_batches(self.store, self.length, self.batch_size, self.cross_documents)
+        for batch in itertools.islice(batches, -(-self.num_windows // self.batch_size)):
             batch["weights"] = batch["weights"] * (batch["window"] < self.num_windows)[:, None]
             yield batch
 
     def __call__(self, params, progress: Callable[[int], None] | None = None) -> dict:
-        """{'total': figures, 'sources': {name: figures}}; progress(windows done) is called after each batch."""
-        totals, whole = {name: Sums() for name in self.store.sources}, Sums()
-        done = 0
-        for batch in self.batches():
-            on_device = put_batch({k: v for k, v in batch.items() if k not in ("window", "document")}, self.mesh)
-            nats_BL = np.asarray(self.score(params, on_device), np.float64)
-            whole += _sums(self.store, nats_BL, batch, batch["weights"])
-            first, last = _range(batch)
-            for name, (low, high) in self.store.sources.items():
-                if low <= last and high >= first:
-                    own = (batch["document"] >= low) & (batch["document"] <= high)
-                    totals[name] += _sums(self.store, nats_BL, batch, batch["weights"] * own)
-            done += int((batch["window"] >= 0).sum())
+        """{'total': figures, 'sources': {name: figures}}; progress(windows done) is called batch by batch."""
+        names = list(self.store.sources)
+        by_source, whole = Sums.zeros(len(names)), Sums.zeros(1)
+        for number, (batch, nats_BL) in enumerate(self._scored(params), start=1):
+            pieces = _pieces(nats_BL, batch)
+            text_bytes_P = _text_bytes(self.store, pieces)
+            # The documents of a source stand in one block, and the blocks in the order of the sources.
+            source_P = np.searchsorted(self._first_documents, pieces.document, side="right") - 1
+            by_source.add(source_P, pieces, text_bytes_P)
+            whole.add(np.zeros_like(source_P), pieces, text_bytes_P)
             if progress:
-                progress(done)
-        sources = {name: sums.report() for name, sums in totals.items() if sums.tokens}
-        return {"total": whole.report(), "sources": sources}
+                progress(min(number * self.batch_size, self.num_windows))
+        seen = np.flatnonzero(by_source.tokens).tolist()
+        return {"total": whole.report(0), "sources": {names[i]: by_source.report(i) for i in seen}}
+
+    def _scored(self, params) -> Iterator[tuple[Batch, np.ndarray]]:
+        """(batch, nats [B, L]), fetched when the device works on the next batch already."""
+        pending = None
+        for batch in self.batches():
+            scored = batch, self.score(params, self._put(batch))
+            if pending:
+                yield pending[0], np.asarray(pending[1])
+            pending = scored
+        yield pending[0], np.asarray(pending[1])
+
+    def _put(self, batch: Batch) -> dict[str, jax.Array]:
+        """What the model reads of a batch; every process has it whole and gives its devices their rows."""
+        sharding = batch_sharding(self.mesh)
+        return {
+            name: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
+            for name, rows in batch.items()
+            if name not in ("window", "document", "weights")
+        }
 
 
-def _range(batch) -> tuple[int, int]:
-    documents = batch["document"][batch["weights"] > 0]
-    return int(documents.min()), int(documents.max())
-
-
-def _sums(store: TokenStore, nats_BL: np.ndarray, batch: dict, weights_BL: np.ndarray) -> Sums:
-    """The sums of the weighted targets; a document's bytes are spread evenly over its tokens."""
-    counted = weights_BL > 0
-    documents = batch["document"][counted]
-    lengths = np.diff(store.document_starts)
-    rows = counted.sum(axis=1)
-    nats_B = np.where(counted, nats_BL, 0.0).sum(axis=1)
-    return Sums(
-        nats=float(nats_B.sum()),
-        tokens=int(rows.sum()),
-        text_bytes=float((store.document_bytes[documents] / lengths[documents]).sum()),
-        instance_means=float((nats_B[rows > 0] / rows[rows > 0]).sum()),
-        instances=int((rows > 0).sum()),
+def _pieces(nats_BL: np.ndarray, batch: Batch) -> Pieces:
+    rows, columns = np.nonzero(batch["weights"])
+    documents = batch["document"][rows, columns].astype(np.int64)
+    opens = (np.diff(rows, prepend=-1) != 0) | (np.diff(documents, prepend=-1) != 0)
+    starts = np.flatnonzero(opens)
+    nats = nats_BL[rows, columns].astype(np.float64)
+    return Pieces(
+        window=batch["window"][rows[starts]],
+        document=documents[starts],
+        nats=np.add.reduceat(nats, starts),
+        tokens=np.diff(starts, append=len(rows)),
     )
+
+
+def _text_bytes(store: TokenStore, pieces: Pieces) -> np.ndarray:
+    """Bytes of text of each piece [P]: those of a document are spread evenly over its tokens."""
+    document = pieces.document
+    lengths = store.document_starts[document + 1] - store.document_starts[document]
+    return pieces.tokens * (store.document_bytes[document] / lengths)
 
 
 def format_table(result: dict) -> str:
@@ -133,9 +190,9 @@ def format_table(result: dict) -> str:
     head = ("source", "tokens", "bits/byte", "loss", "perplexity", "by instance")
     rows = [*result["sources"].items(), ("total", result["total"])]
     width = max(len(name) for name, _ in [(head[0], None), *rows])
-    lines = ["  ".join([head[0].ljust(width), *(f"{name:>11}" for name in head[1:])])]
+    lines = ["  ".join([head[0].ljust(width), f"{head[1]:>15}", *(f"{name:>11}" for name in head[2:])])]
     for name, r in rows:
-        cells = (f"{r['tokens']:>11,}", f"{r['bits_per_byte']:>11.4f}", f"{r['loss']:>11.4f}",
+        cells = (f"{r['tokens']:>15,}", f"{r['bits_per_byte']:>11.4f}", f"{r['loss']:>11.4f}",
                  f"{r['perplexity']:>11.4g}", f"{r['perplexity_by_instance']:>11.4g}")  # fmt: skip
         lines.append("  ".join([name.ljust(width), *cells]))
     return "\n".join(lines)

@@ -65,8 +65,9 @@ def _draw_layers(config, key, name: str, shape, layers: range, gain: float) -> j
     if config.init == "mitchell" and ending in DEPTH_SCALED:
         stds = stds / np.sqrt(np.asarray(layers) + 1)
     drawn = jax.vmap(lambda layer: _draw(key, name, shape, layer))(jnp.asarray(layers))
-    stds = stds.reshape(-1, *(1,) * len(shape)).astype(np.float32)
-    return drawn * stds * _branch_factor(ending, shape, gain)
+    # One constant: two would be multiplied together, or not, as the compiler sees fit in either layout.
+    stds = stds.reshape(-1, *(1,) * len(shape)) * _branch_factor(ending, shape, gain)
+    return drawn * stds.astype(np.float32)
 
 
 def _rows(config: LanguageConfig) -> dict[str, tuple[range, float]]:

@@ -3,6 +3,8 @@
 Legend: B batch, L length, S slice length, D width, V padded vocabulary.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -46,11 +48,13 @@ def token_losses(
     hidden = jnp.moveaxis(hidden.reshape(batch, num_slices, slice_length, width), 1, 0)
     targets = jnp.moveaxis(targets.reshape(batch, num_slices, slice_length), 1, 0)
 
-    @jax.checkpoint
-    def body(kernel, one):
-        return kernel, _slice_losses(one[0], kernel, one[1], vocab_size)
+    one_slice = jax.checkpoint(functools.partial(_slice_losses, vocab_size=vocab_size))
 
-    _, losses = jax.lax.scan(body, kernel_DV, (hidden, targets))
+    def body(_, one):
+        # The kernel is a constant of the loop: as a carry, a copy of it would be kept for every slice.
+        return None, one_slice(one[0], kernel_DV, one[1])
+
+    _, losses = jax.lax.scan(body, None, (hidden, targets))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length], losses)
 
 

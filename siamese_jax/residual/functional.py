@@ -104,12 +104,13 @@ DEPTH_SCALES = {
 }
 
 
-def depth_scale(kind: str, layer: int | Array, sub_block: int) -> float | Array:
-    """The factor s on the update of the post stream.
+def depth_scale(kind: str, layer: int | Array, sub_block: int) -> Array:
+    """The factor s on the update of the post stream, float32 or wider.
 
     layer: 0-based, may be traced; sub_block: 0 attention, 1 MLP. 'layer2' is the reference code's
     1/sqrt(2(i+1)), 'layer' the paper's 1/sqrt(i+1), 'subblock' 1/sqrt(k+1) with k = 2i + sub_block.
     """
-    if isinstance(layer, jax.Array):
-        layer = layer.astype(jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
-    return DEPTH_SCALES[kind](layer, sub_block)
+    # A Python number would take the type of the update: rounded to bfloat16 in a loop, but not in a scan.
+    wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    layer = layer.astype(wide) if isinstance(layer, jax.Array) else layer
+    return jnp.asarray(DEPTH_SCALES[kind](layer, sub_block), wide)

@@ -1,5 +1,8 @@
 """Schemes with one residual stream. F is the attention or the MLP branch. Legend: B batch, L length, D width."""
 
+import math
+
+from siamese_jax.errors import InputError
 from siamese_jax.residual import functional
 from siamese_jax.residual.functional import add, depth_scale
 from siamese_jax.residual.scheme import Residual, SchemeFactory, register, register_composite
@@ -167,7 +170,9 @@ def hybrid_star(num_layers, norm):
 @register_composite("mix")
 def mix(num_layers, norm, *, post_fraction: float = 0.25):
     """Mix-LN (arXiv 2412.13795): the first floor(a N) layers are `post`, the rest `pre`; a = post_fraction."""
-    num_post = int(post_fraction * num_layers)
+    if not 0 <= post_fraction <= 1:
+        raise InputError(f"model.residual_options.post_fraction is {post_fraction}: set it from 0 to 1")
+    num_post = math.floor(post_fraction * num_layers + 1e-9)  # 0.29 * 100 is 28.999999999999996
     return (
         (SchemeFactory(Post, num_layers, norm), num_post),
         (SchemeFactory(Pre, num_layers, norm), num_layers - num_post),

@@ -1,7 +1,6 @@
 """Training from start to end: check, open, restore, step, watch, validate, save, and say how to go on."""
 
 import dataclasses
-import json
 import math
 import pathlib
 import time
@@ -20,10 +19,18 @@ from siamese_jax.data.loader import Prefetcher, WindowLoader, check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import FaultError, InputError
+from siamese_jax.layers.attention import choose_implementation
+from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.initialize import count_parameters, parameter_shapes
 from siamese_jax.models.language import LanguageConfig, LanguageModel
 from siamese_jax.parallel.mesh import batch_sharding, make_mesh, put_batch, replicated
-from siamese_jax.run_folder import CHECKPOINTS, open_run_folder
+from siamese_jax.run_folder import (
+    CHECKPOINTS,
+    check_run_folder,
+    open_run_folder,
+    read_summary,
+    write_summary,
+)
 from siamese_jax.training.hardware import device_peak_flops, peak_memory_bytes
 from siamese_jax.training.metrics import (
     MetricWriter,
@@ -35,16 +42,11 @@ from siamese_jax.training.metrics import (
 )
 from siamese_jax.training.optimizer import describe_groups, make_optimizer
 from siamese_jax.training.schedule import make_schedule
-from siamese_jax.training.signals import StopRequest
+from siamese_jax.training.signals import Stopped, StopRequest
 from siamese_jax.training.state import TrainState, initial_state
 from siamese_jax.training.step import make_stream_watch, make_train_step
 
-SUMMARY = "summary.json"
 SECONDS_BETWEEN_LINES = 10.0
-
-
-class Stopped(Exception):
-    """A signal asked to stop."""
 
 
 @dataclasses.dataclass
@@ -80,8 +82,9 @@ def open_stores(config, split_names=("train", "validation")) -> tuple[Any, list[
 
 
 def build(config: ml_collections.ConfigDict, workdir: str) -> Parts:
-    """Everything that can be wrong is found here, in seconds: InputError."""
+    """Everything that can be wrong with the input is found here, in seconds: InputError. Writes nothing."""
     check_config(config)
+    check_run_folder(workdir, config)
     model_config = language_config(config)
     tokenizer, (train_store, validation_store) = open_stores(config)
     loader = WindowLoader(
@@ -89,7 +92,6 @@ def build(config: ml_collections.ConfigDict, workdir: str) -> Parts:
         cross_documents=config.data.cross_documents,
     )  # fmt: skip
     mesh = make_mesh(config.mesh, config.training.batch_size, config.training.accumulation)
-    open_run_folder(workdir, config)
     schedule = make_schedule(config.schedule, config.training.steps)
     optimizer = make_optimizer(config.optimizer, schedule, parameter_shapes(model_config))
     return Parts(
@@ -98,8 +100,13 @@ def build(config: ml_collections.ConfigDict, workdir: str) -> Parts:
     )  # fmt: skip
 
 
-def _about(parts: Parts) -> dict:
+def _about(parts: Parts, step: int, recorder: "Recorder") -> dict:
+    """What a checkpoint tells beside its arrays. metrics: the last finite ones; owed: the line of the step
+    where a signal cut its validation short, to be written when the run goes on and has made up for it."""
     return {
+        "tokens": step * recorder.tokens_per_step,
+        "metrics": recorder.last_finite,
+        "owed": recorder.owed,
         "config": resolved(parts.config),
         "data": {"seed": parts.config.seed, "fingerprint": parts.train_store.fingerprint},
         "library": __version__,
@@ -119,29 +126,61 @@ def _state_maker(parts: Parts) -> Callable[[], TrainState]:
     return lambda: initial_state(parts.model_config, parts.optimizer, config.seed, config.optimizer.ema > 0)
 
 
-def start_state(parts: Parts, checkpoints: Checkpoints, say: Callable) -> tuple[TrainState, str]:
-    """(state, where it came from), in this order: the run's own newest sound checkpoint, the weights of
-    training.init_from, a fresh start."""
+@dataclasses.dataclass
+class Start:
+    """Where a run starts: its own state, or only weights, or neither; `metrics` and `owed` as in `_about`."""
+
+    origin: str
+    state: TrainState | None = None
+    weights: Any = None
+    metrics: dict = dataclasses.field(default_factory=dict)
+    owed: dict | None = None
+
+
+def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
+    """In this order: the run's own newest sound checkpoint, the weights of training.init_from, a fresh start.
+
+    Compiles and writes nothing, so that an InputError leaves no trace.
+    """
     restored = checkpoints.restore(_state_shapes(parts))
     if restored is not None:
         step, state, about = restored
-        stored = about["data"]["fingerprint"]
-        if stored != parts.train_store.fingerprint:
-            raise InputError(
-                f"the training data changed: checkpoint {step} was trained on data {stored[:12]}, "
-                f"{parts.config.data.source} is {parts.train_store.fingerprint[:12]} now: "
-                "restore the data or use another --workdir"
-            )
-        return state, f"checkpoint {step}"
-    state = jax.jit(_state_maker(parts), out_shardings=replicated(parts.mesh))()
+        _check_same_data(parts, step, about["data"]["fingerprint"])
+        return Start(f"checkpoint {step}", state, metrics=about.get("metrics", {}), owed=about.get("owed"))
     source = parts.config.training.init_from
     if not source:
-        return state, "initial parameters"
-    with Checkpoints(pathlib.Path(source) / CHECKPOINTS, log=say) as others:
-        found = others.restore({"params": _state_shapes(parts).params}, partial=True)
+        return Start("initial parameters")
+    step, weights = _weights_of(source, _state_shapes(parts).params, say)
+    return Start(f"the weights of {source}, checkpoint {step}", weights=weights)
+
+
+def _check_same_data(parts: Parts, step: int, stored: str) -> None:
+    now = parts.train_store.fingerprint
+    if stored != now:
+        raise InputError(
+            f"the training data changed: checkpoint {step} was trained on data {stored[:12]}, "
+            f"{parts.config.data.source} is {now[:12]} now: restore the data or use another --workdir"
+        )
+
+
+def _weights_of(source: str, shapes: Any, say: Callable) -> tuple[int, Any]:
+    """(step, parameters) of the newest sound checkpoint of another run."""
+    try:
+        with Checkpoints(pathlib.Path(source) / CHECKPOINTS, log=say) as checkpoints:
+            found = checkpoints.restore({"params": shapes}, partial=True)
+    except InputError as error:
+        raise InputError(f"training.init_from {source}: {error}") from error
     if found is None:
         raise InputError(f"training.init_from {source}: there is no checkpoint in {source}/{CHECKPOINTS}")
-    return state.replace(params=found[1]["params"]), f"the weights of {source}, checkpoint {found[0]}"
+    return found[0], found[1]["params"]
+
+
+def make_state(parts: Parts, start: Start) -> TrainState:
+    """The state of the first update."""
+    if start.state is not None:
+        return start.state
+    state = jax.jit(_state_maker(parts), out_shardings=replicated(parts.mesh))()
+    return state if start.weights is None else state.replace(params=start.weights)
 
 
 def describe(parts: Parts) -> str:
@@ -149,18 +188,26 @@ def describe(parts: Parts) -> str:
     config, model, shapes = parts.config, parts.model_config, parameter_shapes(parts.model_config)
     lines = ["configuration"]
     for group, values in resolved(config).items():
-        text = " ".join(f"{k}={v}" for k, v in flat_items(values).items()) if isinstance(values, dict) else values
+        text = (
+            " ".join(f"{k}={v}" for k, v in flat_items(values).items())
+            if isinstance(values, dict)
+            else values
+        )
         lines.append(f"  {group}: {text}")
     tokens = config.training.batch_size * config.data.length
     total = tokens * config.training.steps
+    attention = choose_implementation(
+        model.attention, target_platform(), model.dtype, model.key_dim, not config.data.cross_documents
+    )
     lines += [
         describe_groups(config.optimizer, shapes),
         f"model: {count_parameters(shapes):,} parameters, {model.residual}, "
         f"{count_matrix_parameters(model, shapes):,} multiply each token",
-        f"data: {parts.train_store.num_tokens:,} training and {parts.validation_store.num_tokens:,} validation "
-        f"tokens; an update takes {tokens:,}, the run {format_count(total)} "
+        f"data: {parts.train_store.num_tokens:,} training and {parts.validation_store.num_tokens:,} "
+        f"validation tokens; an update takes {tokens:,}, the run {format_count(total)} "
         f"({total / parts.train_store.num_tokens:.2f} epochs)",
-        f"devices: {parts.mesh.size} x {jax.devices()[0].device_kind}, compute {model.dtype}",
+        f"devices: {parts.mesh.size} x {jax.devices()[0].device_kind}, compute {model.dtype}, "
+        f"attention {attention}",
     ]
     return "\n".join(lines)
 
@@ -181,7 +228,7 @@ def token_flops(model: LanguageConfig, length: int) -> int:
 class Recorder:
     """Fetches the metrics of finished steps, checks that they are finite, and writes and shows them."""
 
-    def __init__(self, parts: Parts, workdir: str, start: int, say: Callable):
+    def __init__(self, parts: Parts, workdir: str, start: int, say: Callable, found: Start):
         config = parts.config
         self.steps, self.every = config.training.steps, config.logging.every
         peak, self.peak_source = device_peak_flops(parts.model_config.dtype)
@@ -193,30 +240,44 @@ class Recorder:
         self.writer = MetricWriter(workdir, start)
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
         self.say, self.start, self.last_line = say, start, -math.inf
-        self.last_finite: dict = {}
+        self.last_finite, self.owed = found.metrics, found.owed
         self.checkpoints = pathlib.Path(workdir) / CHECKPOINTS
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
         self.bar.close()
-        self.writer.close()
+        try:
+            self.writer.close()
+        except OSError as error:  # the lines that the disk did not take
+            if kind is None:
+                raise FaultError(f"cannot write {self.writer.path}: {error.strerror}") from error
 
-    def record(self, step: int, metrics: dict, extra: dict) -> None:
-        """Waits for a step's metrics; FaultError when they are not finite. `extra` is written with them."""
+    def record(self, step: int, metrics: dict, extra: dict | None) -> None:
+        """Waits for a step's metrics; FaultError when they are not finite. `extra` is written with them;
+        None means that a validation is missing in it, so the line is owed."""
         host = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.speed.tick(step)
         finite = all(math.isfinite(value) for value in host.values())
-        speed = self.speed.summary()
-        line = {"tokens": step * self.tokens_per_step, **host, **speed, **extra}
-        if step % self.every == 0 or step in (1, self.steps) or extra or not finite:
-            self.writer.write(step, line)
-            self._show(step, line)
+        line = {"tokens": step * self.tokens_per_step, **host, **self.speed.summary(), **(extra or {})}
+        if extra is None and finite:
+            self.owed = line
+        elif step % self.every == 0 or step in (1, self.steps) or extra or not finite:
+            self._write(step, line)
         if not finite:
             raise FaultError(self._not_finite(step, host))
         self.last_finite = {"step": step, **host}
         self.bar.update(step - self.bar.n)
+
+    def settle_debt(self, validation: dict) -> None:
+        """Writes the line that is owed, its validation made up for."""
+        self._write(self.start, {**self.owed, **validation})
+        self.owed = None
+
+    def _write(self, step: int, line: dict) -> None:
+        self.writer.write(step, line)
+        self._show(step, line)
 
     def _show(self, step: int, line: dict) -> None:
         now = time.monotonic()
@@ -252,10 +313,9 @@ def train(
     """
     with StopRequest() as stop:
         parts = build(config, workdir)
-        summary = pathlib.Path(workdir) / SUMMARY
-        if summary.exists():
-            return json.loads(summary.read_text(encoding="utf-8")) | {"status": "complete already"}
-        say(describe(parts))
+        summary = read_summary(workdir)
+        if summary is not None:
+            return summary | {"status": "complete already"}
         evaluator = make_evaluator(
             parts.model, parts.validation_store, parts.mesh, length=config.data.length,
             batch_size=config.eval.batch_size, cross_documents=config.data.cross_documents,
@@ -264,18 +324,22 @@ def train(
         folder = pathlib.Path(workdir) / CHECKPOINTS
         kept = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
         with Checkpoints(folder, **kept, strict=config.checkpoint.strict, log=say) as checkpoints:
-            state, origin = start_state(parts, checkpoints, say)
+            found = find_start(parts, checkpoints, say)
+            open_run_folder(workdir, config)
+            say(describe(parts))
+            state = make_state(parts, found)
             start = int(state.step)
-            say(f"starting at step {start} of {config.training.steps} from {origin}")
-            with Recorder(parts, workdir, start, say) as recorder:
+            say(f"starting at step {start} of {config.training.steps} from {found.origin}")
+            with Recorder(parts, workdir, start, say, found) as recorder:
                 state, done = _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say)
             checkpoints.wait()
-            if done < config.training.steps:
+            try:
+                if done < config.training.steps:
+                    raise Stopped
+                result = _summary(parts, workdir, state, evaluator, sample, recorder, stop, say)
+            except Stopped:
                 return {"status": "stopped", "step": done, "steps": config.training.steps, "workdir": workdir}
-            result = _summary(parts, workdir, state, evaluator, sample, recorder, say)
-        beside = summary.with_suffix(".tmp")
-        beside.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        beside.replace(summary)
+        write_summary(workdir, result)
         return result
 
 
@@ -293,7 +357,7 @@ def compile_step(parts: Parts, state, batch) -> Any:
 def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> tuple[TrainState, int]:
     """The loop: (state, updates done). The metrics of a step are fetched when the next one runs already."""
     config, num_steps = parts.config, parts.config.training.steps
-    about, pending, done, saved = _about(parts), None, start, start
+    pending, done, saved = None, start, start
     watch = jax.jit(make_stream_watch(parts.model))
     train_step = None
 
@@ -303,6 +367,17 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
             recorder.record(*pending)
         pending = None
 
+    def save():
+        nonlocal saved
+        settle()
+        with recorder.speed.paused():
+            checkpoints.save(done, state, _about(parts, done, recorder))
+        saved = done
+
+    if recorder.owed is not None and not stop.requested:
+        validation = _validation(evaluator, state, stop, say)
+        if validation is not None:
+            recorder.settle_debt(validation)
     with Prefetcher(parts.loader.batch, start) as batches:
         while done < num_steps and not stop.requested:
             _, rows = next(batches)
@@ -315,23 +390,30 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
             state, metrics = train_step(state, batch)
             settle()
             done += 1
-            extra: dict[str, Any] = {}
-            pending = (done, metrics, extra)
-            if config.logging.streams_every and done % config.logging.streams_every == 0:
-                extra |= _stream_metrics(watch(state.params, batch))
-            if config.eval.every and done % config.eval.every == 0 and done < num_steps:
+            extra: dict[str, Any] | None = {}
+            streams, validation = _due(config, done)
+            if streams or validation:
                 jax.block_until_ready(metrics)
                 with recorder.speed.paused():
-                    extra |= _validation(evaluator, state, stop, say)
+                    extra = _stream_metrics(watch(state.params, batch)) if streams else {}
+                    figures = _validation(evaluator, state, stop, say) if validation else {}
+                    extra = None if figures is None else extra | figures
+            pending = (done, metrics, extra)
             if done % config.checkpoint.every == 0 or done == num_steps:
-                settle()
-                with recorder.speed.paused():
-                    checkpoints.save(done, state, about | {"tokens": done * recorder.tokens_per_step})
-                saved = done
+                save()
         settle()
         if done > saved:
-            checkpoints.save(done, state, about | {"tokens": done * recorder.tokens_per_step})
+            save()
     return state, done
+
+
+def _due(config, step: int) -> tuple[bool, bool]:
+    """(Whether the streams are watched, whether there is a validation) after a step other than the last."""
+    streams, validation = config.logging.streams_every, config.eval.every
+    return (
+        bool(streams and step % streams == 0),
+        bool(validation and step % validation == 0 and step < config.training.steps),
+    )
 
 
 def _stream_metrics(seen: dict[str, jax.Array]) -> dict[str, float]:
@@ -343,29 +425,28 @@ def _stream_metrics(seen: dict[str, jax.Array]) -> dict[str, float]:
     return rows
 
 
-def _validation(evaluator, state: TrainState, stop: StopRequest, say: Callable) -> dict[str, float]:
-    """The validation figures of a step; nothing when a signal came in between."""
-
-    def progress(_):
-        if stop.requested:
-            raise Stopped
-
+def _validation(evaluator, state: TrainState, stop: StopRequest, say: Callable) -> dict[str, float] | None:
+    """The validation figures of a step; None when a signal came in between."""
     try:
-        total = evaluator(state.eval_params(), progress)["total"]
+        total = evaluator(state.eval_params(), lambda _: stop.check())["total"]
     except Stopped:
-        say("validation given up")
-        return {}
+        say("validation given up: it is done first when the run goes on")
+        return None
     return {f"validation/{name}": total[name] for name in ("loss", "bits_per_byte", "perplexity")}
 
 
-def _summary(parts, workdir, state, evaluator, sample, recorder, say) -> dict:
-    """The figures of a finished run, with the whole validation set and a sampled text."""
+def _summary(parts, workdir, state, evaluator, sample, recorder, stop, say) -> dict:
+    """The figures of a finished run, the whole validation set and a sampled text; Stopped at a signal."""
     config = parts.config
     say("evaluating the whole validation set")
     evaluator.num_windows = -(-parts.validation_store.num_tokens // config.data.length)
-    bar = tqdm(total=evaluator.num_windows, unit="window", disable=None, leave=False)
-    with bar:
-        total = evaluator(state.eval_params(), lambda done: bar.update(done - bar.n))["total"]
+    with tqdm(total=evaluator.num_windows, unit="window", disable=None, leave=False) as bar:
+
+        def progress(done):
+            stop.check()
+            bar.update(done - bar.n)
+
+        total = evaluator(state.eval_params(), progress)["total"]
     text = ""
     if config.eval.prompt:
         text = sample(

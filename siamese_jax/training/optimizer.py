@@ -29,6 +29,7 @@ GROUP_RULES = (
     ('attention/out/kernel', 'matrices'),     # [(N,) H * K, D]
     ('attention/out/bias', 'biases'),
     ('attention/*_norm/scale', 'gains'),      # query, key, value, context
+    ('attention/*_norm/bias', 'biases'),      # with LayerNorm
     ('mlp/up/kernel', 'matrices'),            # [(N,) D, 2, F] gated, [(N,) D, F] plain
     ('mlp/up/bias', 'biases'),
     ('mlp/down/kernel', 'matrices'),          # [(N,) F, D]

@@ -10,7 +10,8 @@ def format_summary(result: Mapping, command: Sequence[str]) -> str:
     """The summary that `train` returned, as text; `command` is the command line that was typed."""
     typed = "python " + shlex.join(command)
     if result["status"] == "stopped":
-        return f"stopped at step {result['step']} of {result['steps']}, saved. To go on:\n  {typed}"
+        saved = "saved" if result["step"] else "nothing to save"
+        return f"stopped at step {result['step']} of {result['steps']}, {saved}. To go on:\n  {typed}"
     total, workdir = result["validation"], result["workdir"]
     lines = [f"the run in {workdir} is complete" + (" already" if "already" in result["status"] else "")]
     lines.append(
@@ -23,7 +24,8 @@ def format_summary(result: Mapping, command: Sequence[str]) -> str:
     lines += [
         f"  model        {result['parameters']:,} parameters, {result['residual']}, "
         f"{format_count(result['tokens'])} tokens seen",
-        f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, {workdir}/summary.json",
+        f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, "
+        f"{workdir}/summary.json",
     ]
     if result["sample"]:
         lines += ["  sample", "    " + (result["prompt"] + result["sample"]).replace("\n", "\n    ")]

@@ -89,9 +89,7 @@ def make_stream_watch(model: LanguageModel) -> Callable[[dict, Batch], dict[str,
     """(params, batch) -> {stream: RMS [N] after each layer}, a forward pass of its own."""
 
     def rms(streams):
-        return {
-            name: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) for name, x in streams.items()
-        }
+        return {name: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) for name, x in streams.items()}
 
     def watch(params, batch: Batch):
         options = document_options(batch)

@@ -29,6 +29,7 @@ GROUP_OF_LAYER_LEAF = {
     'attention/out/kernel': 'matrices', 'attention/out/bias': 'biases',
     'attention/query_norm/scale': 'gains', 'attention/key_norm/scale': 'gains',
     'attention/value_norm/scale': 'gains', 'attention/context_norm/scale': 'gains',
+    'attention/query_norm/bias': 'biases',
     'mlp/up/kernel': 'matrices', 'mlp/up/bias': 'biases',
     'mlp/down/kernel': 'matrices', 'mlp/down/bias': 'biases',
     'residual/post/scale': 'gains', 'residual/post/bias': 'biases', 'residual/mix/gain': 'gains',
@@ -67,6 +68,7 @@ def layer_shapes(gated=True):
         'attention/out/kernel': (KV * G * K, D), 'attention/out/bias': (D,),
         'attention/query_norm/scale': (K,), 'attention/key_norm/scale': (K,),
         'attention/value_norm/scale': (K,), 'attention/context_norm/scale': (KV * G * K,),
+        'attention/query_norm/bias': (K,),
         'mlp/up/kernel': (D, 2, F) if gated else (D, F), 'mlp/up/bias': (2, F) if gated else (F,),
         'mlp/down/kernel': (F, D), 'mlp/down/bias': (D,),
         'residual/post/scale': (D,), 'residual/post/bias': (D,), 'residual/mix/gain': (D,),
@@ -140,7 +142,7 @@ def test_describe_groups():
     assert lines[3] == ['embedding', '1', str(D * V), '0', 'adamw']
     assert [line[0] for line in lines[4:]] == ['gains', 'biases', 'all']
     total = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    assert lines[6] == ['all', '19', f'{total:,}']
+    assert lines[6] == ['all', '20', f'{total:,}']
     tied = {'embedding': shapes['embedding']}
     table = describe_groups(config(decay_embedding=True), tied)
     assert table.splitlines()[1].split() == ['embedding', '1', str(D * V), '0.1', 'adamw']

@@ -1,0 +1,165 @@
+"""A trained run, opened for evaluation: its configuration, model and parameters, on the devices here.
+
+The mesh and the attention kernel of the training run do not matter: a checkpoint opens on any machine.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from siamese_jax.checkpoint import Checkpoints, available_steps
+from siamese_jax.config import base_config, language_config
+from siamese_jax.data.loader import check_vocabulary
+from siamese_jax.data.store import TokenStore, prepare_store
+from siamese_jax.data.tokenizer import make_tokenizer
+from siamese_jax.errors import InputError
+from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.layers.platform import target_platform
+from siamese_jax.models.initialize import parameter_shapes
+from siamese_jax.models.language import LanguageModel
+from siamese_jax.parallel.mesh import make_mesh, replicated
+from siamese_jax.run_folder import CHECKPOINTS, read_config
+
+
+@dataclasses.dataclass
+class OpenRun:
+    """A run without its parameters: what can be checked in a moment."""
+
+    workdir: str
+    config: ml_collections.ConfigDict
+    model: LanguageModel
+    tokenizer: Any
+    mesh: Mesh
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return Path(self.workdir) / CHECKPOINTS
+
+
+@dataclasses.dataclass
+class Weights:
+    """Parameters of one checkpoint. averaged: whether they are the running average of the run."""
+
+    params: Any
+    step: int
+    path: str
+    averaged: bool
+
+
+def open_run(workdir: str, step: int | None = None) -> OpenRun:
+    """Reads a run folder; InputError where it is none, or has no checkpoint (of that step)."""
+    config = read_config(workdir)
+    model_config = language_config(config)
+    if target_platform() != "gpu":
+        model_config = dataclasses.replace(model_config, attention="auto")  # cuDNN was the choice of a GPU
+    folder = Path(workdir) / CHECKPOINTS
+    steps = available_steps(folder)
+    if not steps:
+        raise InputError(f"there is no checkpoint in {folder}: train first, or correct --workdir")
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps))
+        raise InputError(f"there is no checkpoint {step} in {folder}; there are: {listed}")
+    tokenizer = make_tokenizer(config.data.tokenizer, config.data.end_of_text)
+    mesh = make_mesh(base_config().mesh, jax.device_count(), 1)
+    return OpenRun(str(workdir), config, LanguageModel(model_config), tokenizer, mesh)
+
+
+def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], None] = print) -> Weights:
+    """The parameters of a checkpoint, None = the newest sound one; the running average where the run has it.
+
+    InputError where there is none; FaultError where `step` is broken or none is sound. A broken checkpoint
+    that is passed over is named through `say`.
+    """
+    whole = replicated(run.mesh)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        parameter_shapes(run.model.config),
+    )
+    averaged = run.config.optimizer.ema > 0
+    target = {"ema": {"params": shapes}} if averaged else {"params": shapes}
+    with Checkpoints(run.checkpoints, log=say) as checkpoints:
+        found = checkpoints.restore(target, step, partial=True)
+    if found is None:
+        raise InputError(f"there is no checkpoint in {run.checkpoints}: train first, or correct --workdir")
+    found_step, state, _ = found
+    params = state["ema"]["params"] if averaged else state["params"]
+    return Weights(params, found_step, str(run.checkpoints / str(found_step)), averaged)
+
+
+def open_store(
+    run: OpenRun, split: str, source: str | None = None, cache_dir: str | None = None
+) -> TokenStore:
+    """The token store of a split of the run's own data, or of another source, in the run's tokens."""
+    data = run.config.data
+    store = prepare_store(
+        data.source if source is None else source, split, tokenizer=run.tokenizer, field=data.field,
+        cache_dir=data.cache_dir if cache_dir is None else cache_dir,
+        validation_source=data.validation_source if source is None else "",
+        validation_fraction=data.validation_fraction,
+    )  # fmt: skip
+    check_vocabulary(store, run.config.model.vocab_size)
+    return store
+
+
+def evaluate_run(
+    workdir: str,
+    *,
+    step: int | None = None,
+    split: str | None = None,
+    sources: Sequence[str] = (),
+    batch_size: int | None = None,
+    max_windows: int = 0,
+    cache_dir: str | None = None,
+    say: Callable[[str], None] = print,
+) -> dict:
+    """The result of eval.py as one dict that JSON can hold; its 'total' and 'sources' hold the figures.
+
+    Args:
+        step: of the checkpoint; None = the newest sound one.
+        split: None = 'validation' of the run's own data, 'all' of given sources.
+        sources: files, folders, globs, lists of these by commas; none = the run's own data.
+        batch_size, cache_dir: None = that of the run.
+        max_windows: only the first so many (0 = all).
+    """
+    for name, value, least in (("batch_size", batch_size, 1), ("max_windows", max_windows, 0)):
+        if value is not None and value < least:
+            raise InputError(f"{name} is {value}: it must be at least {least}")
+    run = open_run(workdir, step)
+    source = ",".join(sources) if sources else None
+    split = split or ("all" if sources else "validation")
+    store = open_store(run, split, source, cache_dir)
+    evaluator = Evaluator(
+        run.model, store, run.mesh, length=run.config.data.length,
+        batch_size=run.config.eval.batch_size if batch_size is None else batch_size,
+        cross_documents=run.config.data.cross_documents, max_windows=max_windows,
+    )  # fmt: skip
+    weights = restore_weights(run, step, say)
+    with tqdm(total=evaluator.num_windows, unit="window", delay=2, leave=False, dynamic_ncols=True) as bar:
+        figures = evaluator(weights.params, lambda done: bar.update(done - bar.n))
+    return {
+        "workdir": run.workdir,
+        "step": weights.step,
+        "checkpoint": weights.path,
+        "averaged": weights.averaged,
+        "residual": run.config.model.residual,
+        "source": run.config.data.source if source is None else source,
+        "split": split,
+        "length": run.config.data.length,
+        "windows": evaluator.num_windows,
+        **figures,
+    }
+
+
+def json_values(value: Any) -> Any:
+    """The same with None for every number that JSON does not have (NaN, infinity)."""
+    if isinstance(value, dict):
+        return {key: json_values(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
