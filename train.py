@@ -18,9 +18,7 @@ from siamese_jax.evaluation.perplexity import Evaluator
 from siamese_jax.training.loop import train
 from siamese_jax.training.report import format_summary
 
-flags.DEFINE_string(
-    "workdir", None, "Folder of the run; made where it is missing, continued where it is not."
-)
+flags.DEFINE_string("workdir", None, "Folder of the run; made where it is missing, continued where it is not.")
 program.define_config_flag()
 program.define_json_flag()
 

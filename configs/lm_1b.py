@@ -41,9 +41,7 @@ def get_config():
     config.model.init = "mitchell"
     config.model.dtype = "bfloat16"
     config.model.stream_dtype = "float32"  # as the reference's streams are under bf16 autocast
-    config.model.remat = (
-        "inputs"  # keeps 24 d bytes a token and layer, the scan 8 d of streams: 2.1 GB a sequence
-    )
+    config.model.remat = "inputs"  # keeps 24 d bytes a token and layer, the scan 8 d of streams: 2.1 GB a sequence
 
     # Neither the text nor the tokenizer is bundled: set both to what you have.
     config.data.source = "/data/fineweb-edu/*.parquet"

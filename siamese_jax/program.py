@@ -169,4 +169,6 @@ def _ending(main: Callable[[], None]) -> int:
 def _leave(line: str, code: int) -> None:
     print(line, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if code == FAULT:
+        os._exit(FAULT)  # what libraries still want to write on a full disk would be pages of tracebacks
     sys.exit(code)

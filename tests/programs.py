@@ -118,6 +118,14 @@ class Place:
         keys = [f"--config.{override}" for override in overrides]
         return [f"--config={self.config}", f"--workdir={workdir}", *keys]
 
+    def read_config(self, *overrides: str):
+        """The configuration for use in this process; overrides of text and whole numbers only."""
+        config = runpy.run_path(str(self.config))["get_config"]()
+        for override in overrides:
+            key, _, value = override.partition("=")
+            config.update_from_flattened_dict({key: int(value) if value.isdecimal() else value})
+        return config
+
     def start(self, *arguments: str, program: str = "train.py", environment: dict | None = None) -> Started:
         """Starts a program in a process of its own."""
         outputs = self.folder / "outputs" / str(time.monotonic_ns())

@@ -28,7 +28,14 @@ def test_a_run_trains_and_says_what_it_did(normal):
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
     assert lines[0] == "configuration"
-    order = ["group ", "model: ", "data: ", "devices: 1 x cpu", "starting at step 0 of 30", "compiled the step"]
+    order = [
+        "group ",
+        "model: ",
+        "data: ",
+        "devices: 1 x cpu",
+        "starting at step 0 of 30",
+        "compiled the step",
+    ]
     order += ["step  1/30", "step 10/30", "step 30/30", f"the run in {workdir} is complete", "to evaluate:"]
     places = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in order]
     assert places == sorted(places)

@@ -8,4 +8,4 @@ disk, and its last two files come too late for a seal. So Orbax writes `STEP.sav
 from siamese_jax.checkpoint.checkpoints import Checkpoints
 from siamese_jax.checkpoint.seal import available_steps, read_about
 
-__all__ = ['Checkpoints', 'available_steps', 'read_about']
+__all__ = ["Checkpoints", "available_steps", "read_about"]

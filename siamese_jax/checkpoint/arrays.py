@@ -16,10 +16,10 @@ from siamese_jax.errors import InputError
 def named(tree):
     """{'parameters/dense/kernel': array, ...} in the order of the tree's leaves; empty states have none."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    result = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in leaves}
+    result = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(result) < len(leaves):
-        raise InputError(f'{len(leaves)} arrays have only {len(result)} names: rename the keys alike')
-    return {name: leaf if hasattr(leaf, 'dtype') else jnp.asarray(leaf) for name, leaf in result.items()}
+        raise InputError(f"{len(leaves)} arrays have only {len(result)} names: rename the keys alike")
+    return {name: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for name, leaf in result.items()}
 
 
 def is_random_key(array):
@@ -29,8 +29,8 @@ def is_random_key(array):
 
 def entry(array):
     """What about.json says of an array, but for its sum."""
-    kind = {'random_key': str(jax.random.key_impl(array))} if is_random_key(array) else {}
-    return {'dtype': str(array.dtype), 'shape': list(array.shape), **kind}
+    kind = {"random_key": str(jax.random.key_impl(array))} if is_random_key(array) else {}
+    return {"dtype": str(array.dtype), "shape": list(array.shape), **kind}
 
 
 def words(array):
@@ -40,7 +40,7 @@ def words(array):
 
 def unwords(stored, entry):
     """The array that `words` was given."""
-    return jax.random.wrap_key_data(stored, impl=entry['random_key']) if 'random_key' in entry else stored
+    return jax.random.wrap_key_data(stored, impl=entry["random_key"]) if "random_key" in entry else stored
 
 
 @jax.jit
@@ -57,31 +57,32 @@ def bit_sum(array):
 
 def compare(step, wanted, table, partial):
     """InputError if the target does not fit the stored arrays: Orbax would cast a dtype without a word."""
-    cure = 'restore it with the model and optimizer that it was saved with'
+    cure = "restore it with the model and optimizer that it was saved with"
     for name, leaf in wanted.items():
         if name not in table:
             near = difflib.get_close_matches(name, table, 1, cutoff=0)
-            raise InputError(f'checkpoint {step} has no array {name!r} (nearest: {near}); {cure}')
-        stored = f'{table[name]["dtype"]}{table[name]["shape"]}'
-        if stored != (asked := f'{leaf.dtype}{list(leaf.shape)}'):
-            raise InputError(f'array {name!r} is {stored} in checkpoint {step}, but {asked} here; {cure}')
+            raise InputError(f"checkpoint {step} has no array {name!r} (nearest: {near}); {cure}")
+        stored = f"{table[name]['dtype']}{table[name]['shape']}"
+        if stored != (asked := f"{leaf.dtype}{list(leaf.shape)}"):
+            raise InputError(f"array {name!r} is {stored} in checkpoint {step}, but {asked} here; {cure}")
     if unasked := [name for name in table if name not in wanted and not partial]:
-        raise InputError(f'checkpoint {step} has {len(unasked)} arrays that are not here, the first is '
-                         f'{unasked[0]!r}; {cure}')
+        raise InputError(
+            f"checkpoint {step} has {len(unasked)} arrays that are not here, the first is {unasked[0]!r}; {cure}"
+        )
 
 
 def compare_sums(stored, table):
     """Broken if the restored arrays are not, bit for bit, those that were saved."""
     sums = jax.device_get({name: bit_sum(array) for name, array in stored.items()})
-    if altered := [name for name, value in sums.items() if int(value) != table[name]['sum']]:
-        raise Broken(f'{len(altered)} arrays are altered, the first is {altered[0]!r}')
+    if altered := [name for name, value in sums.items() if int(value) != table[name]["sum"]]:
+        raise Broken(f"{len(altered)} arrays are altered, the first is {altered[0]!r}")
 
 
 def load(folder, wanted):
     """The stored arrays by name, each with the sharding of its target."""
     shapes = {}
     for name, leaf in wanted.items():
-        sharding = getattr(leaf, 'sharding', None)
+        sharding = getattr(leaf, "sharding", None)
         sharding = sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shape = jax.eval_shape(words, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         shapes[name] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -31,8 +31,8 @@ class Checkpoints:
 
     def __init__(self, folder, *, keep=3, keep_every=0, strict=False, log=LOG.warning):
         if keep < 1 or keep_every < 0:
-            raise InputError(f'checkpoint.keep={keep} must be 1 or more, keep_every={keep_every} 0 or more')
-        logging.getLogger('absl').addFilter(_is_worth_reading)
+            raise InputError(f"checkpoint.keep={keep} must be 1 or more, keep_every={keep_every} 0 or more")
+        logging.getLogger("absl").addFilter(_is_worth_reading)
         self.folder = epath.Path(folder).absolute()
         self._keep, self._keep_every, self._strict, self._log = keep, keep_every, strict, log
         self._writer = self._thread = self._failure = self._restored = None
@@ -59,14 +59,14 @@ class Checkpoints:
         named = bits.named(state)
         try:
             self._prepare()
-            if vote('exists' if step in self.steps() else None):
+            if vote("exists" if step in self.steps() else None):
                 return False
             table = {name: bits.entry(array) for name, array in named.items()}
             words = {name: bits.words(array) for name, array in named.items()}
             sums = {name: bits.bit_sum(array) for name, array in words.items()}
-            self._writer.save(self.folder / f'{step}.saving', args=ocp.args.PyTreeSave(words))
+            self._writer.save(self.folder / f"{step}.saving", args=ocp.args.PyTreeSave(words))
         except Exception as fault:
-            self._failure = f'checkpoint {step} could not be saved', fault
+            self._failure = f"checkpoint {step} could not be saved", fault
             self._raise_failure()
         self._thread = threading.Thread(target=self._finish, args=(step, about, table, sums))
         self._thread.start()
@@ -108,7 +108,7 @@ class Checkpoints:
         self.wait()
         steps = self.steps()
         if step is not None and step not in steps:
-            raise InputError(f'there is no checkpoint {step} in {self.folder}; there are: {spell(steps)}')
+            raise InputError(f"there is no checkpoint {step} in {self.folder}; there are: {spell(steps)}")
         broken = {}
         for candidate in [step] if step is not None else reversed(steps):
             try:
@@ -118,29 +118,33 @@ class Checkpoints:
             if candidate not in broken:
                 self._restored, self._is_prepared = candidate, False
                 for lost, reason in broken.items():
-                    self._say(f'checkpoint {lost} is broken ({reason}); going back to {candidate}: '
-                              f'steps {candidate + 1} to {lost} are lost')
+                    self._say(
+                        f"checkpoint {lost} is broken ({reason}); going back to {candidate}: "
+                        f"steps {candidate + 1} to {lost} are lost"
+                    )
                 return candidate, state, about
             if self._strict or step is not None:
                 others = spell(other for other in steps if other != candidate)
-                raise FaultError(f'checkpoint {candidate} in {self.folder} is broken ({broken[candidate]}); '
-                                 f'not tried: {others}')
+                raise FaultError(
+                    f"checkpoint {candidate} in {self.folder} is broken ({broken[candidate]}); not tried: {others}"
+                )
         if broken:
-            reasons = '; '.join(f'{lost}: {reason}' for lost, reason in broken.items())
-            raise FaultError(f'no checkpoint in {self.folder} is sound ({reasons}); '
-                             'to start from scratch, use another folder')
+            reasons = "; ".join(f"{lost}: {reason}" for lost, reason in broken.items())
+            raise FaultError(
+                f"no checkpoint in {self.folder} is sound ({reasons}); to start from scratch, use another folder"
+            )
         return None
 
     def _read(self, step, target, partial):
         """(state, about) of one checkpoint, or Broken, or InputError: the same on all processes."""
         folder, wanted = self.folder / str(step), bits.named(target)
         seal = together(lambda: seals.verified(folder))
-        table = seal['arrays']
+        table = seal["arrays"]
         bits.compare(step, wanted, table, partial)
         words = together(lambda: bits.load(folder, wanted))
         together(lambda: bits.compare_sums(words, table))
         leaves = [bits.unwords(words[name], table[name]) for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(target), leaves), seal['about']
+        return jax.tree.unflatten(jax.tree.structure(target), leaves), seal["about"]
 
     def _prepare(self):
         """Before the first save."""
@@ -159,41 +163,41 @@ class Checkpoints:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in [path.name for path in self.folder.iterdir()]:
-            if '.saving' in name or name.endswith('.deleting'):
+            if ".saving" in name or name.endswith(".deleting"):
                 (self.folder / name).rmtree()
         for step in [] if self._restored is None else self.steps():
             if step > self._restored:
                 self._move_aside(step)
 
     def _move_aside(self, step):
-        names = (self.folder / f'{step}.aside{n}' for n in itertools.count(1))
+        names = (self.folder / f"{step}.aside{n}" for n in itertools.count(1))
         aside = next(name for name in names if not name.exists())
         (self.folder / str(step)).rename(aside)
-        self._say(f'checkpoint {step} is moved to {aside.name}: this run went on from {self._restored}')
+        self._say(f"checkpoint {step} is moved to {aside.name}: this run went on from {self._restored}")
 
     def _finish(self, step, about, table, sums):
         """In the background: waits for Orbax, seals, renames, and only then deletes old checkpoints."""
-        saving = self.folder / f'{step}.saving'
-        doing = f'checkpoint {step} could not be saved'
+        saving = self.folder / f"{step}.saving"
+        doing = f"checkpoint {step} could not be saved"
         try:
             try:
                 self._writer.wait_until_finished()
                 if jax.process_index() == 0:
                     for name, value in jax.device_get(sums).items():
-                        table[name]['sum'] = int(value)
+                        table[name]["sum"] = int(value)
                     seals.write(saving, about, table)
                     saving.rename(self.folder / str(step))
-                    doing = 'an old checkpoint could not be deleted'
+                    doing = "an old checkpoint could not be deleted"
                     self._delete_old(step)
             finally:
-                barrier('sealed')
+                barrier("sealed")
         except BaseException as fault:
             self._failure = doing, fault
 
     def _delete_old(self, newest):
-        for step in self.steps()[:-self._keep]:
+        for step in self.steps()[: -self._keep]:
             if step != newest and not (self._keep_every and step % self._keep_every == 0):
-                deleting = self.folder / f'{step}.deleting'
+                deleting = self.folder / f"{step}.deleting"
                 (self.folder / str(step)).rename(deleting)
                 deleting.rmtree()
 
@@ -203,8 +207,8 @@ class Checkpoints:
         (doing, fault), self._failure = self._failure, None
         self._is_prepared = False  # so that the next save clears what this one left
         steps = self.steps()
-        newest = f'the newest complete one is {steps[-1]}' if steps else 'there is no complete one'
-        raise FaultError(f'{doing} in {self.folder} ({one_line(fault)}); {newest}') from fault
+        newest = f"the newest complete one is {steps[-1]}" if steps else "there is no complete one"
+        raise FaultError(f"{doing} in {self.folder} ({one_line(fault)}); {newest}") from fault
 
     def _say(self, line):
         if jax.process_index() == 0:
@@ -213,4 +217,4 @@ class Checkpoints:
 
 def _is_worth_reading(record):
     """Drops Orbax's chatter, and its tracebacks: what it raises is told in one line here."""
-    return '/orbax/' not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)
+    return "/orbax/" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)

@@ -26,13 +26,13 @@ def vote(word):
     """On every process, the word of the first process that has one; None if none has."""
     if jax.process_count() == 1:
         return word
-    barrier('vote')  # a collective gives up when a process comes 30 s late, this does not
-    ballot = np.frombuffer((word or '').encode()[:200].ljust(200, b'\0'), np.uint8)
+    barrier("vote")  # a collective gives up when a process comes 30 s late, this does not
+    ballot = np.frombuffer((word or "").encode()[:200].ljust(200, b"\0"), np.uint8)
     rows = multihost_utils.process_allgather(ballot)
-    words = [row.tobytes().rstrip(b'\0').decode(errors='replace') for row in rows]
+    words = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
     return next(filter(None, words), None)
 
 
 def barrier(name):
     """Waits for all processes; safe in a background thread, unlike a collective."""
-    ocp.multihost.get_barrier_sync_fn()(key=f'siamese_jax_{name}', timeout_ms=WAIT_MS)
+    ocp.multihost.get_barrier_sync_fn()(key=f"siamese_jax_{name}", timeout_ms=WAIT_MS)

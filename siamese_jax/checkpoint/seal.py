@@ -13,7 +13,7 @@ from etils import epath
 from siamese_jax.errors import FaultError, InputError
 
 LOG = logging.getLogger(__name__)
-SEAL = 'about.json'
+SEAL = "about.json"
 # With several processes, the first one alone reads the files back to seal them. Larger ones would cross the
 # network twice; they are array data, which the bit sums guard as well.
 READ_BACK_BYTES = 64 << 20
@@ -38,20 +38,20 @@ def read_about(folder, step=None, *, log=LOG.warning):
     """
     steps = available_steps(folder)
     if not steps or step not in (None, *steps):
-        which = 'checkpoint' if step is None else f'checkpoint {step}'
-        raise InputError(f'there is no {which} in {folder}; there are: {spell(steps)}')
+        which = "checkpoint" if step is None else f"checkpoint {step}"
+        raise InputError(f"there is no {which} in {folder}; there are: {spell(steps)}")
     broken = {}
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            about = read(epath.Path(folder) / str(candidate))['about']
+            about = read(epath.Path(folder) / str(candidate))["about"]
         except Broken as fault:
             broken[candidate] = str(fault)
             continue
         for lost, reason in broken.items():
-            log(f'checkpoint {lost} is broken ({reason}); reading {candidate}')
+            log(f"checkpoint {lost} is broken ({reason}); reading {candidate}")
         return candidate, about
-    reasons = '; '.join(f'{lost}: {reason}' for lost, reason in broken.items())
-    raise FaultError(f'no checkpoint can be read in {folder} ({reasons})')
+    reasons = "; ".join(f"{lost}: {reason}" for lost, reason in broken.items())
+    raise FaultError(f"no checkpoint can be read in {folder} ({reasons})")
 
 
 def write(folder, about, table):
@@ -60,7 +60,7 @@ def write(folder, about, table):
     if jax.process_count() > 1:
         paths = [path for path in paths if path.stat().length <= READ_BACK_BYTES]
     files = {str(path.relative_to(folder)): file_sum(path) for path in sorted(paths)}
-    (folder / SEAL).write_text(_render({'about': about, 'arrays': table, 'files': files}))
+    (folder / SEAL).write_text(_render({"about": about, "arrays": table, "files": files}))
 
 
 def read(folder):
@@ -68,32 +68,32 @@ def read(folder):
     try:
         text = (folder / SEAL).read_text()
         seal = json.loads(text)
-        del seal['crc32']
+        del seal["crc32"]
     except Exception as fault:
-        raise Broken(f'{SEAL} cannot be read, {one_line(fault)}') from fault
+        raise Broken(f"{SEAL} cannot be read, {one_line(fault)}") from fault
     if _render(seal) != text:
-        raise Broken(f'{SEAL} is altered')
+        raise Broken(f"{SEAL} is altered")
     return seal
 
 
 def verified(folder):
     """The seal, after the listed files were held against it; each process reads its share of them."""
     seal = read(folder)
-    for name in sorted(seal['files'])[jax.process_index()::jax.process_count()]:
+    for name in sorted(seal["files"])[jax.process_index() :: jax.process_count()]:
         if not (folder / name).exists():
-            raise Broken(f'{name} is missing')
+            raise Broken(f"{name} is missing")
         size, checksum = file_sum(folder / name)
-        if size != seal['files'][name][0]:
-            raise Broken(f'{name} has {size} bytes instead of {seal["files"][name][0]}')
-        if checksum != seal['files'][name][1]:
-            raise Broken(f'{name} is altered')
+        if size != seal["files"][name][0]:
+            raise Broken(f"{name} has {size} bytes instead of {seal['files'][name][0]}")
+        if checksum != seal["files"][name][1]:
+            raise Broken(f"{name} is altered")
     return seal
 
 
 def file_sum(path):
     """[bytes, CRC-32] of a file."""
     size, checksum = 0, 0
-    with path.open('rb') as file:
+    with path.open("rb") as file:
         while piece := file.read(1 << 22):
             size, checksum = size + len(piece), zlib.crc32(piece, checksum)
     return [size, checksum]
@@ -103,13 +103,13 @@ def one_line(fault):
     """What went wrong, in some 200 characters; Orbax and TensorStore fill pages."""
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
-    text = ' '.join(str(fault).split())
-    return text if isinstance(fault, Broken) else f'{type(fault).__name__}: {text}'[:200]
+    text = " ".join(str(fault).split())
+    return text if isinstance(fault, Broken) else f"{type(fault).__name__}: {text}"[:200]
 
 
 def spell(steps):
     """'10, 20, 30', or 'none'."""
-    return ', '.join(map(str, steps)) or 'none'
+    return ", ".join(map(str, steps)) or "none"
 
 
 def _walk(folder):
@@ -119,4 +119,4 @@ def _walk(folder):
 
 def _render(seal):
     checksum = zlib.crc32(json.dumps(seal).encode())
-    return json.dumps({'crc32': checksum, **seal}, indent=1)
+    return json.dumps({"crc32": checksum, **seal}, indent=1)

@@ -13,11 +13,11 @@ import zstandard
 
 from siamese_jax.errors import InputError
 
-ENDINGS = ('.txt', '.jsonl', '.jsonl.gz', '.jsonl.zst', '.parquet')
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 _CHUNK_BYTES = 1 << 20
 _LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes; the library's default refuses it
-_BYTE_ORDER_MARK = '\ufeff'
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 def ending_of(path: Path) -> str | None:
@@ -25,7 +25,7 @@ def ending_of(path: Path) -> str | None:
     return next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
 
 
-def read_file(path: Path, field: str = 'text') -> Iterator[str]:
+def read_file(path: Path, field: str = "text") -> Iterator[str]:
     """Yields the documents of one file in file order.
 
     Raises InputError, naming the file and the byte, line or row, for an ending that is not in ENDINGS, an
@@ -34,33 +34,36 @@ def read_file(path: Path, field: str = 'text') -> Iterator[str]:
     """
     ending = ending_of(path)
     if ending is None:
-        raise InputError(f'{path} has an unknown ending; known endings are {", ".join(ENDINGS)}: rename or '
-                         'convert it')
+        raise InputError(
+            f"{path} has an unknown ending; known endings are {', '.join(ENDINGS)}: rename or convert it"
+        )
     try:
         if path.stat().st_size == 0:
-            raise InputError(f'{path} is empty (0 bytes): remove it from the source or fill it')
-        if ending == '.txt':
+            raise InputError(f"{path} is empty (0 bytes): remove it from the source or fill it")
+        if ending == ".txt":
             yield _decode(path.read_bytes(), path).removeprefix(_BYTE_ORDER_MARK)
             return
-        documents = _parquet_rows(path, field) if ending == '.parquet' else _json_lines(path, ending, field)
+        documents = _parquet_rows(path, field) if ending == ".parquet" else _json_lines(path, ending, field)
         found = False
         for text in documents:
             found = True
             yield text
     except OSError as error:
         reason = error.strerror or _first_line(error)
-        raise InputError(f'cannot read {path}: {reason}: check the file and its permissions') from error
+        raise InputError(f"cannot read {path}: {reason}: check the file and its permissions") from error
     if not found:
-        raise InputError(f'{path} holds no document: remove it from the source or fill it')
+        raise InputError(f"{path} holds no document: remove it from the source or fill it")
 
 
 def _decode(raw: bytes, path: Path, offset: int = 0) -> str:
     try:
-        return raw.decode('utf-8')
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         place = offset + error.start
-        raise InputError(f'{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {place} (of the '
-                         'uncompressed text): convert the file to UTF-8') from error
+        raise InputError(
+            f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {place} (of the "
+            "uncompressed text): convert the file to UTF-8"
+        ) from error
 
 
 def _json_lines(path: Path, ending: str, field: str) -> Iterator[str]:
@@ -71,37 +74,41 @@ def _json_lines(path: Path, ending: str, field: str) -> Iterator[str]:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         offset += len(raw) + 1
         if line.strip():
-            yield _field_of(line, f'{path}, line {number}', field)
+            yield _field_of(line, f"{path}, line {number}", field)
 
 
 def _field_of(line: str, place: str, field: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError(f'{place} is not JSON ({error.msg} at character {error.pos + 1}): every line must '
-                         'be one JSON object') from error
+        raise InputError(
+            f"{place} is not JSON ({error.msg} at character {error.pos + 1}): every line must be one JSON object"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number or a nesting beyond what Python takes
-        raise InputError(f'{place} cannot be read as JSON ({error}): mend or remove the line') from error
+        raise InputError(f"{place} cannot be read as JSON ({error}): mend or remove the line") from error
     if not isinstance(record, dict):
-        raise InputError(f'{place} is JSON but a {type(record).__name__}, not an object with a field '
-                         f'"{field}"')
+        raise InputError(f'{place} is JSON but a {type(record).__name__}, not an object with a field "{field}"')
     if field not in record:
-        raise InputError(f'{place} has no field "{field}"; its fields are {_names(record)}: name one of them '
-                         'as field')
+        raise InputError(
+            f'{place} has no field "{field}"; its fields are {_names(record)}: name one of them as field'
+        )
     text = record[field]
     if not isinstance(text, str):
-        raise InputError(f'{place}: field "{field}" is a {type(text).__name__}, not a string: name a field '
-                         'with text')
+        raise InputError(
+            f'{place}: field "{field}" is a {type(text).__name__}, not a string: name a field with text'
+        )
     try:
-        text.encode('utf-8')  # JSON can spell half of a surrogate pair, which no UTF-8 text can hold
+        text.encode("utf-8")  # JSON can spell half of a surrogate pair, which no UTF-8 text can hold
     except UnicodeEncodeError as error:
-        raise InputError(f'{place}: field "{field}" has a lone surrogate (\\u{ord(text[error.start]):04x}) '
-                         f'at character {error.start}, which is not text: mend the line') from error
+        raise InputError(
+            f'{place}: field "{field}" has a lone surrogate (\\u{ord(text[error.start]):04x}) '
+            f"at character {error.start}, which is not text: mend the line"
+        ) from error
     return text
 
 
 def _names(fields) -> str:
-    return ', '.join(f'"{name}"' for name in fields) or '(none)'
+    return ", ".join(f'"{name}"' for name in fields) or "(none)"
 
 
 def _first_line(error: Exception) -> str:
@@ -109,9 +116,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b''
+    rest = b""
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b'\n')
+        *lines, rest = (rest + chunk).split(b"\n")
         yield from lines
     if rest:
         yield rest
@@ -119,15 +126,17 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _chunks(path: Path, ending: str) -> Iterator[bytes]:
     try:
-        with gzip.open(path) if ending == '.jsonl.gz' else open(path, 'rb') as file:
-            chunks = iter(lambda: file.read(_CHUNK_BYTES), b'')
-            yield from _unpack_zstd(chunks) if ending == '.jsonl.zst' else chunks
+        with gzip.open(path) if ending == ".jsonl.gz" else open(path, "rb") as file:
+            chunks = iter(lambda: file.read(_CHUNK_BYTES), b"")
+            yield from _unpack_zstd(chunks) if ending == ".jsonl.zst" else chunks
     except EOFError as error:
-        raise InputError(f'{path} is truncated: its compressed data end early: fetch or write the file '
-                         'again') from error
+        raise InputError(
+            f"{path} is truncated: its compressed data end early: fetch or write the file again"
+        ) from error
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        raise InputError(f'{path} is damaged or not {ending.rpartition(".")[2]} data ({error}): fetch or '
-                         'write the file again') from error
+        raise InputError(
+            f"{path} is damaged or not {ending.rpartition('.')[2]} data ({error}): fetch or write the file again"
+        ) from error
 
 
 def _unpack_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -137,14 +146,15 @@ def _unpack_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
         while packed:
             frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
             yield frame.decompress(packed)
-            packed, frame = (frame.unused_data, None) if frame.eof else (b'', frame)
+            packed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
-        raise EOFError('unfinished zstd frame')
+        raise EOFError("unfinished zstd frame")
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[str]:
     import pyarrow  # here: it takes longer to import than all the rest of this package
     import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             _check_column(table.schema_arrow, path, field)
@@ -154,15 +164,18 @@ def _parquet_rows(path: Path, field: str) -> Iterator[str]:
                     yield _row_text(scalar, path, row, field)
                     row += 1
     except pyarrow.ArrowInvalid as error:
-        raise InputError(f'{path} is damaged or not parquet ({_first_line(error)}): fetch or write the file '
-                         'again') from error
+        raise InputError(
+            f"{path} is damaged or not parquet ({_first_line(error)}): fetch or write the file again"
+        ) from error
 
 
 def _check_column(schema, path: Path, field: str) -> None:
     import pyarrow
+
     if field not in schema.names:
-        raise InputError(f'{path} has no field "{field}"; its fields are {_names(schema.names)}: name one of '
-                         'them as field')
+        raise InputError(
+            f'{path} has no field "{field}"; its fields are {_names(schema.names)}: name one of them as field'
+        )
     kind = schema.field(field).type
     values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if not (pyarrow.types.is_string(values) or pyarrow.types.is_large_string(values)):
@@ -173,9 +186,9 @@ def _row_text(scalar, path: Path, row: int, field: str) -> str:
     try:
         text = scalar.as_py()
     except UnicodeDecodeError as error:
-        raise InputError(f'{path}, row {row}: field "{field}" is not UTF-8 at byte offset {error.start}: '
-                         'convert it to UTF-8') from error
+        raise InputError(
+            f'{path}, row {row}: field "{field}" is not UTF-8 at byte offset {error.start}: convert it to UTF-8'
+        ) from error
     if text is None:
-        raise InputError(f'{path}, row {row}: field "{field}" is null, not a string: remove the row or fill '
-                         'it')
+        raise InputError(f'{path}, row {row}: field "{field}" is null, not a string: remove the row or fill it')
     return text

@@ -28,13 +28,24 @@ class WindowLoader:
     InputError for a store shorter than one window and a batch_size that process_count does not divide.
     """
 
-    def __init__(self, store: TokenStore, length: int, batch_size: int, seed: int = 0, shuffle: bool = True,
-                 process_index: int = 0, process_count: int = 1, cross_documents: bool = True):
+    def __init__(
+        self,
+        store: TokenStore,
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        process_index: int = 0,
+        process_count: int = 1,
+        cross_documents: bool = True,
+    ):
         self.rows = _own_rows(batch_size, process_index, process_count)
         _check_length(length)
         if store.num_tokens < length:
-            raise InputError(f'the corpus {store.path} has {store.num_tokens} tokens, fewer than one window '
-                             f'of {length}: use more text or a shorter length')
+            raise InputError(
+                f"the corpus {store.path} has {store.num_tokens} tokens, fewer than one window "
+                f"of {length}: use more text or a shorter length"
+            )
         self.store, self.length, self.batch_size = store, length, batch_size
         self.seed, self.shuffle, self.cross_documents = seed, shuffle, cross_documents
         self.num_windows = store.num_tokens // length
@@ -69,11 +80,17 @@ class WindowLoader:
         batch = _read_windows(self.store, windows, self.length)
         if self.cross_documents:
             return batch
-        return batch | _segments(_documents(self.store, windows, batch['weights']))
+        return batch | _segments(_documents(self.store, windows, batch["weights"]))
 
 
-def evaluation_batches(store: TokenStore, length: int, batch_size: int, cross_documents: bool = True,
-                       process_index: int = 0, process_count: int = 1) -> Iterator[dict[str, np.ndarray]]:
+def evaluation_batches(
+    store: TokenStore,
+    length: int,
+    batch_size: int,
+    cross_documents: bool = True,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[dict[str, np.ndarray]]:
     """Every token of the store as a target exactly once, in order; each process gets as many batches.
 
     As `WindowLoader.batch`, and window int64 [B] (-1 for a row that only fills up the last batch), document
@@ -83,8 +100,10 @@ def evaluation_batches(store: TokenStore, length: int, batch_size: int, cross_do
     rows = _own_rows(batch_size, process_index, process_count)
     num_windows = num_evaluation_windows(store, length)
     own = np.arange(rows.start, rows.stop, dtype=np.int64)
-    return (_evaluation_batch(store, length, first + own, num_windows, cross_documents)
-            for first in range(0, num_windows, batch_size))
+    return (
+        _evaluation_batch(store, length, first + own, num_windows, cross_documents)
+        for first in range(0, num_windows, batch_size)
+    )
 
 
 def num_evaluation_windows(store: TokenStore, length: int) -> int:
@@ -96,9 +115,11 @@ def num_evaluation_windows(store: TokenStore, length: int) -> int:
 def check_vocabulary(store: TokenStore, vocab_size: int) -> None:
     """Raises InputError where the store may hold token ids that a model of vocab_size does not have."""
     if store.vocab_size > vocab_size:
-        raise InputError(f'the corpus {store.path} has token ids up to {store.vocab_size - 1}, beyond '
-                         f'model.vocab_size = {vocab_size}: set model.vocab_size to at least '
-                         f'{store.vocab_size} or use another tokenizer')
+        raise InputError(
+            f"the corpus {store.path} has token ids up to {store.vocab_size - 1}, beyond "
+            f"model.vocab_size = {vocab_size}: set model.vocab_size to at least "
+            f"{store.vocab_size} or use another tokenizer"
+        )
 
 
 class Prefetcher:
@@ -114,9 +135,9 @@ class Prefetcher:
         self._queue = queue.Queue(maxsize=ready)
         self._closed = threading.Event()
         self._error = None
-        self._thread = threading.Thread(target=self._work, name='prefetch', daemon=True)
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
-    def __enter__(self) -> 'Prefetcher':
+    def __enter__(self) -> "Prefetcher":
         self._thread.start()
         return self
 
@@ -127,7 +148,7 @@ class Prefetcher:
             self._thread.join(0.01)
         self._drain()
 
-    def __iter__(self) -> 'Prefetcher':
+    def __iter__(self) -> "Prefetcher":
         return self
 
     def __next__(self) -> tuple[int, Any]:
@@ -158,18 +179,19 @@ class Prefetcher:
 
 def _own_rows(batch_size: int, process_index: int, process_count: int) -> range:
     if batch_size < 1 or batch_size % process_count:
-        raise InputError(f'the batch size {batch_size} is not a positive multiple of the number of '
-                         f'processes, {process_count}: change one of them')
+        raise InputError(
+            f"the batch size {batch_size} is not a positive multiple of the number of "
+            f"processes, {process_count}: change one of them"
+        )
     if not 0 <= process_index < process_count:
-        raise InputError(f'process_index {process_index} does not lie in range({process_count}): count from '
-                         '0')
+        raise InputError(f"process_index {process_index} does not lie in range({process_count}): count from 0")
     rows = batch_size // process_count
     return range(process_index * rows, (process_index + 1) * rows)
 
 
 def _check_length(length: int) -> None:
     if length < 1:
-        raise InputError(f'the window length is {length}: it must be at least 1')
+        raise InputError(f"the window length is {length}: it must be at least 1")
 
 
 def _read_windows(store: TokenStore, windows: np.ndarray, length: int) -> dict[str, np.ndarray]:
@@ -179,19 +201,22 @@ def _read_windows(store: TokenStore, windows: np.ndarray, length: int) -> dict[s
     for row, start in enumerate(starts.tolist()):
         if start < 0:
             continue
-        read = store.tokens[max(start - 1, 0):start + length]
+        read = store.tokens[max(start - 1, 0) : start + length]
         missing = start == 0  # there is no token before the first: the end of text stands
-        tokens[row, missing:missing + len(read)] = read
-        weights[row, :store.num_tokens - start] = 1
-    return {'inputs': np.ascontiguousarray(tokens[:, :-1]), 'targets': np.ascontiguousarray(tokens[:, 1:]),
-            'weights': weights}
+        tokens[row, missing : missing + len(read)] = read
+        weights[row, : store.num_tokens - start] = 1
+    return {
+        "inputs": np.ascontiguousarray(tokens[:, :-1]),
+        "targets": np.ascontiguousarray(tokens[:, 1:]),
+        "weights": weights,
+    }
 
 
 def _documents(store: TokenStore, windows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The document of each target, int32 [B, L], -1 where its weight is 0."""
     length = weights.shape[1]
     places = windows[:, None] * length + np.arange(length)
-    documents = np.searchsorted(store.document_starts, places, side='right') - 1
+    documents = np.searchsorted(store.document_starts, places, side="right") - 1
     return np.where(weights > 0, documents, -1).astype(np.int32)
 
 
@@ -200,13 +225,14 @@ def _segments(documents: np.ndarray) -> dict[str, np.ndarray]:
     opens = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
     positions = column - np.maximum.accumulate(np.where(opens, column, 0), axis=1)
     segments = np.where(documents < 0, 0, documents - documents[:, :1] + 1)
-    return {'segments': segments.astype(np.int32), 'positions': positions.astype(np.int32)}
+    return {"segments": segments.astype(np.int32), "positions": positions.astype(np.int32)}
 
 
-def _evaluation_batch(store: TokenStore, length: int, windows: np.ndarray, num_windows: int,
-                      cross_documents: bool) -> dict[str, np.ndarray]:
+def _evaluation_batch(
+    store: TokenStore, length: int, windows: np.ndarray, num_windows: int, cross_documents: bool
+) -> dict[str, np.ndarray]:
     windows = np.where(windows < num_windows, windows, -1)
     batch = _read_windows(store, windows, length)
-    documents = _documents(store, windows, batch['weights'])
-    batch |= {'window': windows, 'document': documents}
+    documents = _documents(store, windows, batch["weights"])
+    batch |= {"window": windows, "document": documents}
     return batch if cross_documents else batch | _segments(documents)

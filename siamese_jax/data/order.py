@@ -22,7 +22,7 @@ def permute(index, size: int, key: tuple[int, ...]) -> np.ndarray:
     """
     index = np.asarray(index, np.int64)
     if index.size and not (0 <= index.min() and index.max() < size):
-        raise ValueError(f'indices from {index.min()} to {index.max()} do not lie in range({size})')
+        raise ValueError(f"indices from {index.min()} to {index.max()} do not lie in range({size})")
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = _round_keys(key)
     places = _feistel(index.astype(np.uint64).ravel(), half_bits, round_keys)
@@ -32,8 +32,8 @@ def permute(index, size: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
-    text = ' '.join(str(int(part)) for part in key)
-    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest(), '<u8')
+    text = " ".join(str(int(part)) for part in key)
+    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest(), "<u8")
 
 
 def _feistel(value: np.ndarray, half_bits: int, round_keys: np.ndarray) -> np.ndarray:

@@ -13,24 +13,24 @@ import tokenizers
 
 from siamese_jax.errors import InputError
 
-END_OF_TEXT_NAMES = ('<|endoftext|>', '</s>', '<|end_of_text|>', '<eos>')
+END_OF_TEXT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
 
-    name = 'bytes'
+    name = "bytes"
     vocab_size = 257
     end_of_text = 256
-    fingerprint = hashlib.sha256(b'UTF-8 bytes, 256 = end of text').hexdigest()[:16]
+    fingerprint = hashlib.sha256(b"UTF-8 bytes, 256 = end of text").hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text: int32 [number of its bytes], without an end of text."""
-        return [np.frombuffer(text.encode('utf-8'), np.uint8).astype(np.int32) for text in texts]
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids; broken UTF-8 becomes U+FFFD, ids that are not bytes vanish."""
-        return bytes(token for token in map(int, ids) if 0 <= token < 256).decode('utf-8', errors='replace')
+        return bytes(token for token in map(int, ids) if 0 <= token < 256).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
@@ -42,7 +42,7 @@ class FileTokenizer:
     text.
     """
 
-    def __init__(self, path: str | Path, end_of_text: str = ''):
+    def __init__(self, path: str | Path, end_of_text: str = ""):
         path = Path(path).expanduser()
         content = _read(path)
         self.name = path.name
@@ -56,7 +56,7 @@ class FileTokenizer:
         closing = _find_end_of_text(vocabulary, end_of_text, path)
         self.vocab_size = 1 + max(vocabulary.values())
         self.end_of_text = vocabulary[closing]
-        self.fingerprint = hashlib.sha256(content + b'\0' + closing.encode('utf-8')).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(content + b"\0" + closing.encode("utf-8")).hexdigest()[:16]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, int32 [number of its tokens]; no special token is added or recognised."""
@@ -70,42 +70,49 @@ class FileTokenizer:
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 
-def make_tokenizer(spec: str, end_of_text: str = '') -> ByteTokenizer | FileTokenizer:
+def make_tokenizer(spec: str, end_of_text: str = "") -> ByteTokenizer | FileTokenizer:
     """The tokenizer of a configuration: 'bytes' or the path of a file. Errors as in FileTokenizer."""
-    if spec != 'bytes':
+    if spec != "bytes":
         return FileTokenizer(spec, end_of_text)
     if end_of_text:
-        raise InputError(f"the tokenizer 'bytes' has its own end of text (id 256), but '{end_of_text}' was "
-                         "given: leave the end of text empty")
+        raise InputError(
+            f"the tokenizer 'bytes' has its own end of text (id 256), but '{end_of_text}' was "
+            "given: leave the end of text empty"
+        )
     return ByteTokenizer()
 
 
 def _read(path: Path) -> bytes:
     if path.is_dir():
-        raise InputError(f'the tokenizer {path} is a folder: name the tokenizer.json in it')
+        raise InputError(f"the tokenizer {path} is a folder: name the tokenizer.json in it")
     if not path.exists():
-        raise InputError(f"the tokenizer {path} does not exist (looked in {Path.cwd()}): use 'bytes' or the "
-                         "path of a tokenizer.json")
+        raise InputError(
+            f"the tokenizer {path} does not exist (looked in {Path.cwd()}): use 'bytes' or the "
+            "path of a tokenizer.json"
+        )
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InputError(f'cannot read the tokenizer {path}: {error.strerror}: check its '
-                         'permissions') from error
+        raise InputError(f"cannot read the tokenizer {path}: {error.strerror}: check its permissions") from error
 
 
 def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception and ValueError
-        reason = ' '.join(str(error).split())
-        raise InputError(f"{path} is not a tokenizer file of the Hugging Face 'tokenizers' library "
-                         f"({reason}): name a tokenizer.json") from error
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path} is not a tokenizer file of the Hugging Face 'tokenizers' library "
+            f"({reason}): name a tokenizer.json"
+        ) from error
 
 
 def _find_end_of_text(vocabulary: dict[str, int], wanted: str, path: Path) -> str:
     tried = (wanted,) if wanted else END_OF_TEXT_NAMES
     found = next((token for token in tried if token in vocabulary), None)
     if found is None:
-        raise InputError(f'{path} has no end-of-text token; tried {", ".join(tried)}: give the name of the '
-                         'token that closes a document in this vocabulary')
+        raise InputError(
+            f"{path} has no end-of-text token; tried {', '.join(tried)}: give the name of the "
+            "token that closes a document in this vocabulary"
+        )
     return found

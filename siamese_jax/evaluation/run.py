@@ -94,9 +94,7 @@ def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], 
     return Weights(params, found_step, str(run.checkpoints / str(found_step)), averaged)
 
 
-def open_store(
-    run: OpenRun, split: str, source: str | None = None, cache_dir: str | None = None
-) -> TokenStore:
+def open_store(run: OpenRun, split: str, source: str | None = None, cache_dir: str | None = None) -> TokenStore:
     """The token store of a split of the run's own data, or of another source, in the run's tokens."""
     data = run.config.data
     store = prepare_store(

@@ -50,9 +50,7 @@ def _grouped(q_BLJGK: Array, k_BSJK: Array, v_BSJK: Array, mask: Array | None) -
     scores = jnp.einsum("bljgk,bsjk->bjgls", q_BLJGK, k_BSJK, preferred_element_type=wide)
     mask = None if mask is None else mask[:, None, None]
     weights, sums = _weights_and_sums(scores * q_BLJGK.shape[-1] ** -0.5, mask)
-    context = jnp.einsum(
-        "bjgls,bsjk->bjglk", weights.astype(v_BSJK.dtype), v_BSJK, preferred_element_type=wide
-    )
+    context = jnp.einsum("bjgls,bsjk->bjglk", weights.astype(v_BSJK.dtype), v_BSJK, preferred_element_type=wide)
     return jnp.einsum("bjglk->bljgk", (context / sums).astype(v_BSJK.dtype))
 
 
@@ -76,21 +74,27 @@ def _merged(q_BLJGK: Array, k_BSJK: Array, v_BSJK: Array, mask: Array | None) ->
 
 def choose_implementation(wanted: str, platform: str, dtype, head_dim: int, masked: bool) -> str:
     """'merged', 'grouped' or 'cudnn' for this platform, type and shape; the choice is logged once."""
-    fits_cudnn = (
-        platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
-    )
+    fits_cudnn = platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
     if wanted == "cudnn" or (wanted == "auto" and fits_cudnn and not masked):
         choice = "cudnn"
     else:
         choice = "merged" if platform == "cpu" else "grouped"
     if choice not in _logged:
         _logged.add(choice)
-        logging.getLogger("siamese_jax").info("attention: %s (%s, %s, head dim %d)", choice, platform, dtype, head_dim)
+        logging.getLogger("siamese_jax").info(
+            "attention: %s (%s, %s, head dim %d)", choice, platform, dtype, head_dim
+        )
     return choice
 
 
 def dot_product_attention(
-    q_BLJGK: Array, k_BSJK: Array, v_BSJK: Array, *, causal: bool, segments_BL: Array | None, implementation: str
+    q_BLJGK: Array,
+    k_BSJK: Array,
+    v_BSJK: Array,
+    *,
+    causal: bool,
+    segments_BL: Array | None,
+    implementation: str,
 ) -> Array:
     """softmax(q k^T / sqrt(K)) v -> [B, L, J, G, K]; scores and softmax in float32 or wider."""
     batch, length, kv_heads, groups, head_dim = q_BLJGK.shape

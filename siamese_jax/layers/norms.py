@@ -32,9 +32,7 @@ def rms_norm(x: Array, scale: Array | None = None, epsilon: float = 1e-5) -> Arr
     return normalised if scale is None else normalised * scale.astype(x.dtype)
 
 
-def layer_norm(
-    x: Array, scale: Array | None = None, bias: Array | None = None, epsilon: float = 1e-6
-) -> Array:
+def layer_norm(x: Array, scale: Array | None = None, bias: Array | None = None, epsilon: float = 1e-6) -> Array:
     """scale * (x - mean(x)) * rsqrt(var(x) + epsilon) + bias over the last axis."""
     wide = x.astype(statistics_type(x.dtype))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)

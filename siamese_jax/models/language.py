@@ -99,9 +99,7 @@ def check_model(config: LanguageConfig) -> None:
             "change one of them or set model.head_dim"
         )
     if config.num_heads % config.kv_heads:
-        raise InputError(
-            f"model.num_kv_heads {config.kv_heads} does not divide model.num_heads {config.num_heads}"
-        )
+        raise InputError(f"model.num_kv_heads {config.kv_heads} does not divide model.num_heads {config.num_heads}")
     if config.key_dim % 2:
         raise InputError(f"the head dim is {config.key_dim}: rotary positions need an even one")
     for field in ("query_norm", "key_norm", "value_norm", "context_norm"):

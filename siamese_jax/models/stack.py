@@ -54,8 +54,9 @@ class Stack(nn.Module):
     """All layers of a model. Parameters stand under `layers` (scan) or `layer_0`, `layer_1`, ... (loop).
 
     A stack of several segments scans each one: `layers_from_0`, `layers_from_K`, ...; streams are handed
-    over at the seam. `context` is what branches take beside their input. `watch` maps {stream name: [B, L, D]} to arrays, returned stacked over the layers
-    (per segment where the stream names differ).
+    over at the seam. `context` is what branches take beside their input. `watch` maps
+    {stream name: [B, L, D]} to arrays, returned stacked over the layers (a list of these, one a segment,
+    where there are several).
     """
 
     segments: Segments

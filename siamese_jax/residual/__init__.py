@@ -13,7 +13,22 @@ from siamese_jax.residual.single_stream import DeepNorm, Hybrid, Peri, Post, Pre
 from siamese_jax.residual.two_stream import ResiDual, Siamese, SiameseHybrid, Streams
 
 __all__ = [
-    "DeepNorm", "Hybrid", "Peri", "Post", "Pre", "Reordered", "ResiDual", "Residual", "Scaled", "Siamese",
-    "SiameseHybrid", "Streams", "functional", "known_schemes", "make_segments", "register", "resolve_options",
+    "DeepNorm",
+    "Hybrid",
+    "Peri",
+    "Post",
+    "Pre",
+    "Reordered",
+    "ResiDual",
+    "Residual",
+    "Scaled",
+    "Siamese",
+    "SiameseHybrid",
+    "Streams",
+    "functional",
+    "known_schemes",
+    "make_segments",
+    "register",
+    "resolve_options",
     "scheme_options",
 ]

@@ -40,10 +40,11 @@ from siamese_jax.models.language import LanguageModel
 from siamese_jax.parallel.mesh import make_mesh, put_batch
 from siamese_jax.residual.scheme import known_schemes
 from siamese_jax.training.hardware import device_peak_flops
-from siamese_jax.training.loop import Parts, Start, compile_step, make_state, token_flops
 from siamese_jax.training.metrics import format_count
 from siamese_jax.training.optimizer import make_optimizer
+from siamese_jax.training.parts import Parts, compile_step, token_flops
 from siamese_jax.training.schedule import make_schedule
+from siamese_jax.training.start import Start, make_state
 
 WARM_UP_STEPS = 2
 
@@ -201,9 +202,7 @@ def _format_bytes(size: int | None) -> str:
 def define_flags() -> None:
     """The options of the program."""
     program.define_config_flag()
-    flags.DEFINE_list(
-        "schemes", ["pre", "siamese", "siamese_hybrid"], "Residual schemes; ratios to the first."
-    )
+    flags.DEFINE_list("schemes", ["pre", "siamese", "siamese_hybrid"], "Residual schemes; ratios to the first.")
     flags.DEFINE_integer("rounds", 10, "Turns of each scheme.")
     flags.DEFINE_integer("steps", 3, "Updates of a turn.")
     program.define_json_flag()

@@ -3,6 +3,7 @@
 metrics.jsonl has one JSON object a line, step first and each step once. JSON has no NaN: a value that is not
 finite is written as null and spelled out under the key `non_finite`; `read_metrics` puts it back.
 """
+
 import collections
 import contextlib
 import json
@@ -25,25 +26,25 @@ class MetricWriter:
     """
 
     def __init__(self, workdir: str | os.PathLike, resume_step: int = 0):
-        self.path = os.path.join(workdir, 'metrics.jsonl')
+        self.path = os.path.join(workdir, "metrics.jsonl")
         os.makedirs(workdir, exist_ok=True)
         self._last_step = _cut_after(self.path, resume_step)
-        self._file = open(self.path, 'a', encoding='utf-8')
+        self._file = open(self.path, "a", encoding="utf-8")
         # TensorBoard hides the events that the killed run wrote from this step on.
         self._board = SummaryWriter(str(workdir), purge_step=resume_step + 1 if resume_step > 0 else 0)
 
     def write(self, step: int, metrics: dict) -> None:
         """Appends the line of a step: {name: host number}, all that belongs to the step at once."""
         if step <= self._last_step:
-            raise ValueError(f'step {step} after step {self._last_step} in {self.path}: write each step once')
+            raise ValueError(f"step {step} after step {self._last_step} in {self.path}: write each step once")
         values = {name: np.asarray(value).item() for name, value in metrics.items()}
         try:
-            self._file.write(_to_line({'step': int(step), **values}))
+            self._file.write(_to_line({"step": int(step), **values}))
             self._file.flush()
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
         except OSError as error:
-            raise FaultError(f'cannot write {self.path} at step {step}: {error.strerror}') from error
+            raise FaultError(f"cannot write {self.path} at step {step}: {error.strerror}") from error
         self._last_step = step
 
     def close(self):
@@ -71,8 +72,16 @@ class Throughput:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, tokens_per_step: int, num_steps: int, flops_per_token: float | None = None,
-                 peak_flops: float | None = None, *, window: int = 50, clock=time.monotonic):
+    def __init__(
+        self,
+        tokens_per_step: int,
+        num_steps: int,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        *,
+        window: int = 50,
+        clock=time.monotonic,
+    ):
         self._tokens, self._num_steps = tokens_per_step, num_steps
         self._flops, self._peak = flops_per_token, peak_flops
         self._clock = clock
@@ -84,7 +93,7 @@ class Throughput:
 
     def pause(self):
         if self._paused_at is not None:
-            raise RuntimeError('paused already: pauses do not nest, call resume() first')
+            raise RuntimeError("paused already: pauses do not nest, call resume() first")
         self._paused_at = self._clock()
 
     def resume(self):
@@ -111,17 +120,18 @@ class Throughput:
         step_seconds = (last_time - first_time) / (last_step - first_step)
         rate = self._tokens / step_seconds
         summary = {
-            'tokens_per_second': rate,
-            'step_seconds': step_seconds,
-            'eta_seconds': (self._num_steps - last_step) * step_seconds,
+            "tokens_per_second": rate,
+            "step_seconds": step_seconds,
+            "eta_seconds": (self._num_steps - last_step) * step_seconds,
         }
         if self._flops and self._peak:
-            summary['mfu'] = rate * self._flops / self._peak
+            summary["mfu"] = rate * self._flops / self._peak
         return summary
 
 
-def flops_per_token(num_matrix_params: int, num_layers: int, attention_width: int, length: int, *,
-                    causal: bool = False) -> int:
+def flops_per_token(
+    num_matrix_params: int, num_layers: int, attention_width: int, length: int, *, causal: bool = False
+) -> int:
     """FLOPs of forward and backward for one token: 6 a matrix parameter and 12 N (H K) L for the attention.
 
     The convention of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B). It counts the whole L x L square
@@ -139,64 +149,64 @@ def flops_per_token(num_matrix_params: int, num_layers: int, attention_width: in
 
 
 _LINE = {
-    'loss': 'loss {:.4f}'.format,
-    'validation/loss': 'validation {:.4f}'.format,
-    'learning_rate': 'lr {:.2e}'.format,
-    'grad_norm': 'grad {:.3f}'.format,
-    'tokens_per_second': lambda value: f'{format_count(value)} tokens/s',
-    'mfu': 'mfu {:.1%}'.format,
-    'eta_seconds': lambda value: f'{format_duration(value)} left',
+    "loss": "loss {:.4f}".format,
+    "validation/loss": "validation {:.4f}".format,
+    "learning_rate": "lr {:.2e}".format,
+    "grad_norm": "grad {:.3f}".format,
+    "tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
+    "mfu": "mfu {:.1%}".format,
+    "eta_seconds": lambda value: f"{format_duration(value)} left",
 }
 
 
 def format_line(step: int, num_steps: int, metrics: dict) -> str:
     """The log line of a step, from metrics named as in metrics.jsonl; missing ones are left out."""
-    parts = [f'step {step:>{len(str(num_steps))}}/{num_steps}']
+    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     parts += [text(metrics[name]) for name, text in _LINE.items() if name in metrics]
-    return '  '.join(parts)
+    return "  ".join(parts)
 
 
 def format_count(value: float) -> str:
     """A count in three digits: 950, 12.3k, 4.56M."""
-    for unit, suffix in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M'), (1e3, 'k')):
+    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * unit:  # 999,900 rounds to 1.00M
-            return f'{value / unit:#.3g}'.rstrip('.') + suffix
-    return f'{value:.3g}'
+            return f"{value / unit:#.3g}".rstrip(".") + suffix
+    return f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:
     """Seconds in the two units that matter: 0.4s, 45s, 3m20s, 2h03m, 4d06h."""
     if not math.isfinite(seconds):
-        return 'unknown'
+        return "unknown"
     if seconds < 10:
-        return f'{seconds:.1f}s'
+        return f"{seconds:.1f}s"
     seconds = round(seconds)
-    for large, small, names in ((86400, 3600, 'dh'), (3600, 60, 'hm'), (60, 1, 'ms')):
+    for large, small, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if seconds >= large:
-            return f'{seconds // large}{names[0]}{seconds % large // small:02d}{names[1]}'
-    return f'{seconds}s'
+            return f"{seconds // large}{names[0]}{seconds % large // small:02d}{names[1]}"
+    return f"{seconds}s"
 
 
 def _to_line(record):
-    spelling = {'nan': 'NaN', 'inf': 'Infinity', '-inf': '-Infinity'}
+    spelling = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
     non_finite = {name: spelling[str(value)] for name, value in record.items() if not math.isfinite(value)}
     if non_finite:
-        record = {**record, **dict.fromkeys(non_finite), 'non_finite': non_finite}
-    return json.dumps(record, allow_nan=False) + '\n'
+        record = {**record, **dict.fromkeys(non_finite), "non_finite": non_finite}
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _read_lines(path):
     """(line, record) for every whole line."""
-    with open(path, encoding='utf-8', errors='replace', newline='\n') as file:
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith('\n'):
+            if not line.endswith("\n"):
                 return
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
-                message = f'{path} line {number} is not JSON ({line[:40]!r}): remove that line'
+                message = f"{path} line {number} is not JSON ({line[:40]!r}): remove that line"
                 raise InputError(message) from None
-            spelled = record.pop('non_finite', {})
+            spelled = record.pop("non_finite", {})
             yield line, {**record, **{name: float(value) for name, value in spelled.items()}}
 
 
@@ -206,10 +216,10 @@ def _cut_after(path, resume_step):
         return -1
     # A run that starts at 0 keeps nothing, so that it need not read what is there.
     lines = list(_read_lines(path)) if resume_step > 0 else []
-    kept = [(line, record['step']) for line, record in lines if record['step'] <= resume_step]
-    with open(path + '.cut', 'w', encoding='utf-8') as file:
+    kept = [(line, record["step"]) for line, record in lines if record["step"] <= resume_step]
+    with open(path + ".cut", "w", encoding="utf-8") as file:
         file.writelines(line for line, _ in kept)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(path + '.cut', path)
+    os.replace(path + ".cut", path)
     return kept[-1][1] if kept else -1

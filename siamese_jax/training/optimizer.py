@@ -3,6 +3,7 @@
 Also the running average of the parameters. Shapes: N stacked layers, D width, H query heads, KV key heads,
 G = H / KV, K head dim, F hidden, V vocabulary; (N,) stands where a scanned stack puts its layer axis.
 """
+
 import fnmatch
 import math
 import re
@@ -17,37 +18,37 @@ from optax.contrib import MuonDimensionNumbers
 from siamese_jax.errors import InputError
 from siamese_jax.training.schedule import check_choice
 
-KINDS = ('adamw', 'muon')
-GROUPS = ('matrices', 'head', 'embedding', 'gains', 'biases')
+KINDS = ("adamw", "muon")
+GROUPS = ("matrices", "head", "embedding", "gains", "biases")
 
 # Path ending -> group; `*` stands for one path part. Every parameter must be matched by exactly one row.
 GROUP_RULES = (
-    ('embedding/table', 'embedding'),         # [V, D]
-    ('head/kernel', 'head'),                  # [D, V]
-    ('attention/qkv/kernel', 'matrices'),     # [(N,) D, KV, G + 2, K]
-    ('attention/qkv/bias', 'biases'),         # [(N,) KV, G + 2, K]
-    ('attention/out/kernel', 'matrices'),     # [(N,) H * K, D]
-    ('attention/out/bias', 'biases'),
-    ('attention/*_norm/scale', 'gains'),      # query, key, value, context
-    ('attention/*_norm/bias', 'biases'),      # with LayerNorm
-    ('mlp/up/kernel', 'matrices'),            # [(N,) D, 2, F] gated, [(N,) D, F] plain
-    ('mlp/up/bias', 'biases'),
-    ('mlp/down/kernel', 'matrices'),          # [(N,) F, D]
-    ('mlp/down/bias', 'biases'),
-    ('residual/*/scale', 'gains'),
-    ('residual/*/bias', 'biases'),
-    ('residual/*/gain', 'gains'),             # [(N,) D], the learned mix of siamese_hybrid
+    ("embedding/table", "embedding"),  # [V, D]
+    ("head/kernel", "head"),  # [D, V]
+    ("attention/qkv/kernel", "matrices"),  # [(N,) D, KV, G + 2, K]
+    ("attention/qkv/bias", "biases"),  # [(N,) KV, G + 2, K]
+    ("attention/out/kernel", "matrices"),  # [(N,) H * K, D]
+    ("attention/out/bias", "biases"),
+    ("attention/*_norm/scale", "gains"),  # query, key, value, context
+    ("attention/*_norm/bias", "biases"),  # with LayerNorm
+    ("mlp/up/kernel", "matrices"),  # [(N,) D, 2, F] gated, [(N,) D, F] plain
+    ("mlp/up/bias", "biases"),
+    ("mlp/down/kernel", "matrices"),  # [(N,) F, D]
+    ("mlp/down/bias", "biases"),
+    ("residual/*/scale", "gains"),
+    ("residual/*/bias", "biases"),
+    ("residual/*/gain", "gains"),  # [(N,) D], the learned mix of siamese_hybrid
 )
 
 # (Path ending, axes of ONE layer) -> the matrix that Muon orthogonalises. All other axes are batch:
 # the layers, the G + 2 slices of qkv (each group index of the queries, the keys, the values), the halves of a
 # gated up kernel.
 MUON_AXES = {
-    ('attention/qkv/kernel', 4): MuonDimensionNumbers(reduction_axis=-4, output_axis=(-3, -1)),
-    ('attention/out/kernel', 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
-    ('mlp/up/kernel', 3): MuonDimensionNumbers(reduction_axis=-3, output_axis=-1),
-    ('mlp/up/kernel', 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
-    ('mlp/down/kernel', 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
+    ("attention/qkv/kernel", 4): MuonDimensionNumbers(reduction_axis=-4, output_axis=(-3, -1)),
+    ("attention/out/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
+    ("mlp/up/kernel", 3): MuonDimensionNumbers(reduction_axis=-3, output_axis=-1),
+    ("mlp/up/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
+    ("mlp/down/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
 }
 
 # An orthogonal matrix has RMS 1 / sqrt(max(fan_in, fan_out)). Times 0.2 * sqrt(max(fan_in, fan_out)) it has
@@ -73,12 +74,13 @@ def make_optimizer(config_optimizer, schedule: optax.Schedule, params_shapes) ->
     def decay_mask(params):
         return _map_paths(lambda path, _: _decays(group_of(path), config), params)
 
-    update = optax.adamw(schedule, config.b1, config.b2, config.eps,
-                         weight_decay=config.weight_decay, mask=decay_mask)
-    if config.kind == 'muon':
+    update = optax.adamw(
+        schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decay_mask
+    )
+    if config.kind == "muon":
         muon_axes(params_shapes)  # a kernel of unknown shape ends here, before any compile
         labels = jax.tree.map(lambda group: _method(group, config), groups)
-        update = optax.partition({'muon': _muon(config, schedule), 'adamw': update}, labels)
+        update = optax.partition({"muon": _muon(config, schedule), "adamw": update}, labels)
     if config.clip_norm > 0:
         update = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     return update
@@ -87,26 +89,28 @@ def make_optimizer(config_optimizer, schedule: optax.Schedule, params_shapes) ->
 def check_optimizer(config_optimizer) -> None:
     """InputError unless every field of the optimizer configuration is usable."""
     config = config_optimizer
-    check_choice('optimizer.kind', config.kind, KINDS)
-    for field in ('b1', 'b2', 'muon_momentum', 'ema'):
+    check_choice("optimizer.kind", config.kind, KINDS)
+    for field in ("b1", "b2", "muon_momentum", "ema"):
         value = getattr(config, field)
         if not 0 <= value < 1:
-            raise InputError(f'optimizer.{field} is {value}: set it to 0 or more and below 1')
-    for field in ('weight_decay', 'clip_norm'):
+            raise InputError(f"optimizer.{field} is {value}: set it to 0 or more and below 1")
+    for field in ("weight_decay", "clip_norm"):
         value = getattr(config, field)
         if not value >= 0:
-            raise InputError(f'optimizer.{field} is {value}: set it to 0 (off) or more')
+            raise InputError(f"optimizer.{field} is {value}: set it to 0 (off) or more")
     if not config.eps > 0:
-        raise InputError(f'optimizer.eps is {config.eps}: set it above 0, for example 1e-8')
+        raise InputError(f"optimizer.eps is {config.eps}: set it above 0, for example 1e-8")
 
 
 def group_of(path: str) -> str:
     """The group of a path such as `layers/mlp/up/kernel`; InputError unless exactly one row matches."""
     rows = [(ending, group) for ending, group in GROUP_RULES if _ends_with(path, ending)]
     if len(rows) != 1:
-        found = ' and '.join(ending for ending, _ in rows) or 'no row'
-        raise InputError(f'parameter {path} is matched by {found} of GROUP_RULES: '
-                         'give it exactly one row in siamese_jax/training/optimizer.py')
+        found = " and ".join(ending for ending, _ in rows) or "no row"
+        raise InputError(
+            f"parameter {path} is matched by {found} of GROUP_RULES: "
+            "give it exactly one row in siamese_jax/training/optimizer.py"
+        )
     return rows[0][1]
 
 
@@ -118,34 +122,39 @@ def parameter_groups(params_shapes):
 def describe_groups(config_optimizer, params_shapes) -> str:
     """The table printed at the start: arrays, parameters, weight decay and optimiser of each group."""
     groups, leaves = jax.tree.leaves(parameter_groups(params_shapes)), jax.tree.leaves(params_shapes)
-    line = '{:<10} {:>6} {:>15} {:>13}  {}'.format
-    table = [line('group', 'arrays', 'parameters', 'weight decay', 'optimiser')]
+    line = "{:<10} {:>6} {:>15} {:>13}  {}".format
+    table = [line("group", "arrays", "parameters", "weight decay", "optimiser")]
     for name in GROUPS:
         sizes = [leaf.size for leaf, group in zip(leaves, groups, strict=True) if group == name]
         if sizes:
             decay = config_optimizer.weight_decay if _decays(name, config_optimizer) else 0
             method = _method(name, config_optimizer)
-            table.append(line(name, len(sizes), f'{sum(sizes):,}', f'{decay:g}', method))
-    table.append(line('all', len(leaves), f'{sum(leaf.size for leaf in leaves):,}', '', '').rstrip())
-    return '\n'.join(table)
+            table.append(line(name, len(sizes), f"{sum(sizes):,}", f"{decay:g}", method))
+    table.append(line("all", len(leaves), f"{sum(leaf.size for leaf in leaves):,}", "", "").rstrip())
+    return "\n".join(table)
 
 
 def muon_axes(params):
     """The tree of MuonDimensionNumbers, None for what AdamW updates; what a mask emptied stays empty."""
+
     def axes(path, leaf):
-        if group_of(path) != 'matrices':
+        if group_of(path) != "matrices":
             return None
         num_axes = leaf.ndim - _is_stacked(path)
         for (ending, num), dimension_numbers in MUON_AXES.items():
             if num == num_axes and _ends_with(path, ending):
                 return dimension_numbers
-        raise InputError(f'Muon knows no matrix in {path} of shape {leaf.shape}, {num_axes} axes a layer: '
-                         'add a row to MUON_AXES in training/optimizer.py or train with adamw')
+        raise InputError(
+            f"Muon knows no matrix in {path} of shape {leaf.shape}, {num_axes} axes a layer: "
+            "add a row to MUON_AXES in training/optimizer.py or train with adamw"
+        )
+
     return _map_paths(axes, params)
 
 
 class Ema(NamedTuple):
     """A running average of the parameters: zeros until the first update, ready to use ever after."""
+
     count: jax.Array
     params: dict
 
@@ -185,38 +194,45 @@ def _scale_to_adam_rms(updates, params):
     def scale(update, axes):
         fans = [math.prod(update.shape[axis] for axis in np.atleast_1d(side)) for side in axes]
         return MUON_RMS * math.sqrt(max(fans)) * update
+
     return jax.tree.map(scale, updates, muon_axes(updates))
 
 
 def _decays(group, config):
-    return group in ('matrices', 'head') or (group == 'embedding' and bool(config.decay_embedding))
+    return group in ("matrices", "head") or (group == "embedding" and bool(config.decay_embedding))
 
 
 def _method(group, config):
-    return 'muon' if config.kind == 'muon' and group == 'matrices' else 'adamw'
+    return "muon" if config.kind == "muon" and group == "matrices" else "adamw"
 
 
 def _ends_with(path, ending):
-    parts, patterns = path.split('/'), ending.split('/')
-    return len(parts) >= len(patterns) and all(map(fnmatch.fnmatchcase, parts[-len(patterns):], patterns))
+    parts, patterns = path.split("/"), ending.split("/")
+    return len(parts) >= len(patterns) and all(map(fnmatch.fnmatchcase, parts[-len(patterns) :], patterns))
 
 
 def _is_stacked(path):
     """Whether a scanned stack (`layers`, `layers_from_K`) gave the parameter a leading layer axis."""
-    return any(re.fullmatch(r'layers(_from_\d+)?', part) for part in path.split('/'))
+    return any(re.fullmatch(r"layers(_from_\d+)?", part) for part in path.split("/"))
 
 
 def _map_paths(function, tree):
     """jax.tree.map of function(path, leaf), with the parts of the path joined by `/`."""
+
     def call(path, leaf):
-        return function(jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
+        return function(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+
     return jax.tree_util.tree_map_with_path(call, tree)
 
 
 def _check_types(params_shapes):
     """The state takes the parameters' type, so half-precision parameters would get half-precision moments."""
+
     def check(path, leaf):
         if jnp.finfo(leaf.dtype).bits < 32:
-            raise InputError(f'parameter {path} is {leaf.dtype} but the optimiser works in float32: keep the '
-                             'parameters in float32 and set only the compute type of the model lower')
+            raise InputError(
+                f"parameter {path} is {leaf.dtype} but the optimiser works in float32: keep the "
+                "parameters in float32 and set only the compute type of the model lower"
+            )
+
     _map_paths(check, params_shapes)

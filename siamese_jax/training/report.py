@@ -24,8 +24,7 @@ def format_summary(result: Mapping, command: Sequence[str]) -> str:
     lines += [
         f"  model        {result['parameters']:,} parameters, {result['residual']}, "
         f"{format_count(result['tokens'])} tokens seen",
-        f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, "
-        f"{workdir}/summary.json",
+        f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, {workdir}/summary.json",
     ]
     if result["sample"]:
         lines += ["  sample", "    " + (result["prompt"] + result["sample"]).replace("\n", "\n    ")]

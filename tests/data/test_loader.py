@@ -27,7 +27,8 @@ def same(left, right):
 
 # The order of examples.
 
-@pytest.mark.parametrize('size', [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 1000, 4097])
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 63, 64, 65, 1000, 4097])
 def test_permute_is_a_bijection(size):
     places = permute(np.arange(size), size, (0, 0))
     assert places.dtype == np.int64
@@ -35,7 +36,7 @@ def test_permute_is_a_bijection(size):
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 3000), seed=st.integers(-2**70, 2**70), epoch=st.integers(0, 2**40))
+@given(size=st.integers(1, 3000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
 def test_permute_is_a_bijection_for_any_key(size, seed, epoch):
     assert np.array_equal(np.sort(permute(np.arange(size), size, (seed, epoch))), np.arange(size))
 
@@ -54,7 +55,7 @@ def test_permute_keeps_shape_and_refuses_strangers():
     assert permute(np.arange(6).reshape(2, 3), 10, (0, 0)).shape == (2, 3)
     assert permute(np.zeros(0, np.int64), 10, (0, 0)).shape == (0,)
     for index in (-1, 10):
-        with pytest.raises(ValueError, match=r'range\(10\)'):
+        with pytest.raises(ValueError, match=r"range\(10\)"):
             permute(np.array([index]), 10, (0, 0))
 
 
@@ -74,59 +75,63 @@ def test_permute_mixes_well():
 def test_permute_is_pinned():
     found = [permute(np.arange(10), 10, (0, 0)).tolist(), permute(np.arange(4), 10**9, (7, 3)).tolist()]
     assert found == [[5, 0, 2, 7, 6, 4, 8, 1, 3, 9], [834463082, 115689891, 848986920, 176503683]], (
-        'the order of examples has changed: a run that resumes would see other data')
+        "the order of examples has changed: a run that resumes would see other data"
+    )
 
 
 # Training batches.
 
+
 @pytest.fixture
 def store(make_store):
-    return make_store(['word ' * number + 'end' for number in range(30)])
+    return make_store(["word " * number + "end" for number in range(30)])
 
 
 def spell(tokens):
-    return [''.join('.' if token == 256 else chr(token) for token in row) for row in tokens]
+    return ["".join("." if token == 256 else chr(token) for token in row) for row in tokens]
 
 
 def test_windows_by_hand(make_store):
     store = make_store()  # ab.cdefg..h.ijklmnop. with an end of text for every point
     batch = WindowLoader(store, length=5, batch_size=4, shuffle=False).batch(0)
-    assert spell(batch['inputs']) == ['.ab.c', 'defg.', '.h.ij', 'klmno']
-    assert spell(batch['targets']) == ['ab.cd', 'efg..', 'h.ijk', 'lmnop']
-    assert batch['weights'].tolist() == [[1.0] * 5] * 4
-    assert batch.keys() == {'inputs', 'targets', 'weights'}
+    assert spell(batch["inputs"]) == [".ab.c", "defg.", ".h.ij", "klmno"]
+    assert spell(batch["targets"]) == ["ab.cd", "efg..", "h.ijk", "lmnop"]
+    assert batch["weights"].tolist() == [[1.0] * 5] * 4
+    assert batch.keys() == {"inputs", "targets", "weights"}
     assert [batch[name].dtype for name in batch] == [np.int32, np.int32, np.float32]
 
 
-@pytest.mark.parametrize('cross_documents', [True, False])
+@pytest.mark.parametrize("cross_documents", [True, False])
 def test_batches_are_pure(store, cross_documents):
-    options = {'length': 16, 'batch_size': 6, 'seed': 3, 'cross_documents': cross_documents}
+    options = {"length": 16, "batch_size": 6, "seed": 3, "cross_documents": cross_documents}
     loader = WindowLoader(store, **options)
     forward = [loader.batch(step) for step in range(40)]
     for step in reversed(range(40)):
         same(WindowLoader(store, **options).batch(step), forward[step])
-    assert any((forward[0]['inputs'] != batch['inputs']).any() for batch in forward[1:])
+    assert any((forward[0]["inputs"] != batch["inputs"]).any() for batch in forward[1:])
 
 
-@pytest.mark.parametrize('cross_documents', [True, False])
-@pytest.mark.parametrize('process_count', [2, 3])
+@pytest.mark.parametrize("cross_documents", [True, False])
+@pytest.mark.parametrize("process_count", [2, 3])
 def test_processes_share_a_batch(store, process_count, cross_documents):
-    options = {'length': 16, 'batch_size': 12, 'cross_documents': cross_documents}
-    parts = [WindowLoader(store, **options, process_index=index, process_count=process_count)
-             for index in range(process_count)]
+    options = {"length": 16, "batch_size": 12, "cross_documents": cross_documents}
+    parts = [
+        WindowLoader(store, **options, process_index=index, process_count=process_count)
+        for index in range(process_count)
+    ]
     for step in range(15):
         batches = [part.batch(step) for part in parts]
         joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
         same(joined, WindowLoader(store, **options).batch(step))
 
 
-@pytest.mark.parametrize('batch_size', [1, 3, 8, 500])
-@pytest.mark.parametrize('shuffle', [True, False])
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 500])
+@pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_has_every_window_once(store, batch_size, shuffle):
     loader = WindowLoader(store, length=16, batch_size=batch_size, shuffle=shuffle)
     steps = -(-3 * loader.num_windows // batch_size)
     windows = np.concatenate([loader.windows_of(step) for step in range(steps)])
-    epochs = windows[:3 * loader.num_windows].reshape(3, -1)
+    epochs = windows[: 3 * loader.num_windows].reshape(3, -1)
     assert loader.num_windows == store.num_tokens // 16 > 100
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(loader.num_windows))
@@ -147,11 +152,12 @@ def test_batch_reads_the_window_it_names(store):
     for step in range(20):
         batch = loader.batch(step)
         for row, window in enumerate(loader.windows_of(step)):
-            assert batch['inputs'][row].tolist() == padded[window * 7:window * 7 + 7]
-            assert batch['targets'][row].tolist() == padded[window * 7 + 1:window * 7 + 8]
+            assert batch["inputs"][row].tolist() == padded[window * 7 : window * 7 + 7]
+            assert batch["targets"][row].tolist() == padded[window * 7 + 1 : window * 7 + 8]
 
 
 # Packed documents.
+
 
 def transcribe(store, window, length):
     """Segments, positions and document numbers of a window, token by token."""
@@ -170,109 +176,111 @@ def transcribe(store, window, length):
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize('length', [1, 4, 5, 50])
-@pytest.mark.parametrize('texts', [['ab', 'cdefg', '', 'h', 'ijklmnop'], ['', 'a' * 60, '', '', 'b' * 60]])
+@pytest.mark.parametrize("length", [1, 4, 5, 50])
+@pytest.mark.parametrize("texts", [["ab", "cdefg", "", "h", "ijklmnop"], ["", "a" * 60, "", "", "b" * 60]])
 def test_segments_against_a_plain_transcription(make_store, length, texts):
     store = make_store(texts)
-    options = {'length': length, 'batch_size': 2, 'cross_documents': False}
+    options = {"length": length, "batch_size": 2, "cross_documents": False}
     for batch in evaluation_batches(store, **options):
-        for row, window in enumerate(batch['window']):
+        for row, window in enumerate(batch["window"]):
             if window >= 0:
-                found = [batch[name][row].tolist() for name in ('segments', 'positions', 'document')]
+                found = [batch[name][row].tolist() for name in ("segments", "positions", "document")]
                 assert found == transcribe(store, window, length)
     if store.num_tokens >= length:
         loader = WindowLoader(store, **options)
         for step in range(loader.batches_per_epoch):
             batch = loader.batch(step)
             for row, window in enumerate(loader.windows_of(step)):
-                found = [batch[name][row].tolist() for name in ('segments', 'positions')]
+                found = [batch[name][row].tolist() for name in ("segments", "positions")]
                 assert found == transcribe(store, window, length)[:2]
 
 
 def test_segments_by_hand(make_store):
     batch = WindowLoader(make_store(), 10, 2, shuffle=False, cross_documents=False).batch(0)
     #                                      a  b  .  c  d  e  f  g  .  .    h  .  i  j  k  l  m  n  o  p
-    assert batch['segments'].tolist() == [[1, 1, 1, 2, 2, 2, 2, 2, 2, 3], [1, 1, 2, 2, 2, 2, 2, 2, 2, 2]]
-    assert batch['positions'].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 0], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]]
-    assert [batch[name].dtype for name in ('segments', 'positions')] == [np.int32, np.int32]
+    assert batch["segments"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 2, 2, 3], [1, 1, 2, 2, 2, 2, 2, 2, 2, 2]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 0], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]]
+    assert [batch[name].dtype for name in ("segments", "positions")] == [np.int32, np.int32]
 
 
 # Evaluation.
 
-@pytest.mark.parametrize('batch_size', [1, 3, 8])
-@pytest.mark.parametrize('length', [1, 4, 7, 21, 22, 1000])
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("length", [1, 4, 7, 21, 22, 1000])
 def test_every_token_is_a_target_once(make_store, batch_size, length):
     store = make_store()
     batches = list(evaluation_batches(store, length, batch_size))
-    counts = np.concatenate([batch['weights'].ravel() for batch in batches]) > 0
-    targets = np.concatenate([batch['targets'].ravel() for batch in batches])[counts]
-    inputs = np.concatenate([batch['inputs'].ravel() for batch in batches])
-    documents = np.concatenate([batch['document'].ravel() for batch in batches])
-    windows = np.concatenate([batch['window'] for batch in batches])
+    counts = np.concatenate([batch["weights"].ravel() for batch in batches]) > 0
+    targets = np.concatenate([batch["targets"].ravel() for batch in batches])[counts]
+    inputs = np.concatenate([batch["inputs"].ravel() for batch in batches])
+    documents = np.concatenate([batch["document"].ravel() for batch in batches])
+    windows = np.concatenate([batch["window"] for batch in batches])
     assert targets.tolist() == store.tokens.tolist()
     assert inputs[counts].tolist() == [256, *store.tokens[:-1].tolist()]
     assert (inputs[~counts] == 256).all() and (documents[~counts] == -1).all()
     assert np.bincount(documents[counts]).tolist() == np.diff(store.document_starts).tolist()
-    assert all(batch['inputs'].shape == (batch_size, length) for batch in batches)
+    assert all(batch["inputs"].shape == (batch_size, length) for batch in batches)
     assert num_evaluation_windows(store, length) == -(-21 // length) == (windows >= 0).sum()
     assert windows[windows >= 0].tolist() == list(range(-(-21 // length)))
     assert (windows.dtype, documents.dtype) == (np.int64, np.int32)
 
 
-@pytest.mark.parametrize('cross_documents', [True, False])
+@pytest.mark.parametrize("cross_documents", [True, False])
 def test_evaluation_is_the_same_on_many_processes(make_store, cross_documents):
     store = make_store()
-    options = {'length': 4, 'batch_size': 4, 'cross_documents': cross_documents}
+    options = {"length": 4, "batch_size": 4, "cross_documents": cross_documents}
     whole = list(evaluation_batches(store, **options))
-    parts = [list(evaluation_batches(store, **options, process_index=index, process_count=2))
-             for index in (0, 1)]
+    parts = [list(evaluation_batches(store, **options, process_index=index, process_count=2)) for index in (0, 1)]
     assert len(whole) == len(parts[0]) == len(parts[1]) == 2
     for batch, first, second in zip(whole, *parts, strict=True):
         same({name: np.concatenate([first[name], second[name]]) for name in first}, batch)
-    assert parts[1][1]['window'].tolist() == [-1, -1] and not parts[1][1]['weights'].any()
+    assert parts[1][1]["window"].tolist() == [-1, -1] and not parts[1][1]["weights"].any()
 
 
 def test_document_numbers_give_sums_per_source(make_store):
     store = make_store()
     losses = np.zeros(store.num_documents)
     for batch in evaluation_batches(store, 4, 3):
-        counts = batch['weights'] > 0
-        np.add.at(losses, batch['document'][counts], batch['targets'][counts])
+        counts = batch["weights"] > 0
+        np.add.at(losses, batch["document"][counts], batch["targets"][counts])
     for first, last in store.sources.values():
-        span = store.tokens[store.document_starts[first]:store.document_starts[last + 1]]
-        assert losses[first:last + 1].sum() == span.sum()
+        span = store.tokens[store.document_starts[first] : store.document_starts[last + 1]]
+        assert losses[first : last + 1].sum() == span.sum()
 
 
 # Mistakes.
 
+
 def test_corpus_shorter_than_a_window(make_store, refuses):
     store = make_store()
-    with refuses(store.path, '21 tokens', 'window of 22'):
+    with refuses(store.path, "21 tokens", "window of 22"):
         WindowLoader(store, 22, 1)
     assert WindowLoader(store, 21, 1).num_windows == 1
 
 
-@pytest.mark.parametrize('make', [WindowLoader, evaluation_batches])
+@pytest.mark.parametrize("make", [WindowLoader, evaluation_batches])
 def test_wrong_sizes(make_store, make, refuses):
     store = make_store()
-    with refuses('batch size 6', 'processes, 4'):
+    with refuses("batch size 6", "processes, 4"):
         make(store, 4, 6, process_count=4)
-    with refuses('batch size 0', 'positive'):
+    with refuses("batch size 0", "positive"):
         make(store, 4, 0)
-    with refuses('process_index 2', 'range(2)'):
+    with refuses("process_index 2", "range(2)"):
         make(store, 4, 2, process_index=2, process_count=2)
-    with refuses('length is 0', 'at least 1'):
+    with refuses("length is 0", "at least 1"):
         make(store, 0, 2)
 
 
 def test_vocabulary(make_store, refuses):
     store = make_store()
     check_vocabulary(store, 257)
-    with refuses('model.vocab_size = 256', 'at least 257'):
+    with refuses("model.vocab_size = 256", "at least 257"):
         check_vocabulary(store, 256)
 
 
 # The thread.
+
 
 def test_prefetcher_keeps_the_order(store):
     loader = WindowLoader(store, 16, 4)
@@ -296,12 +304,13 @@ def test_prefetcher_works_ahead_but_not_too_far():
 def test_prefetcher_raises_where_the_error_belongs():
     def make(step):
         if step == 3:
-            raise OSError('the disk is gone')
+            raise OSError("the disk is gone")
         return step
+
     with Prefetcher(make, start=1) as batches:
         assert [next(batches), next(batches)] == [(1, 1), (2, 2)]
         for _ in range(2):
-            with pytest.raises(OSError, match='the disk is gone'):
+            with pytest.raises(OSError, match="the disk is gone"):
                 next(batches)
 
 

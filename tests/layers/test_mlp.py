@@ -30,9 +30,7 @@ def test_swiglu(use_bias):
     params = randomised(module, X)
     up = np.einsum("bld,dcf->blcf", X, params["up"]["kernel"]) + params["up"].get("bias", 0.0)
     value, gate = up[:, :, 0], up[:, :, 1]
-    expected = (gate / (1 + np.exp(-gate)) * value) @ params["down"]["kernel"] + params["down"].get(
-        "bias", 0.0
-    )
+    expected = (gate / (1 + np.exp(-gate)) * value) @ params["down"]["kernel"] + params["down"].get("bias", 0.0)
     np.testing.assert_allclose(module.apply({"params": params}, X), expected, rtol=1e-4, atol=1e-5)
 
 

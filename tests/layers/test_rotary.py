@@ -46,9 +46,7 @@ def test_scores_depend_on_the_distance_only():
     q, k = (random.normal(size=(1, 1, 1, 16)).astype(np.float32) for _ in range(2))
 
     def score(query_position, key_position):
-        tables = (
-            rotary_tables(jnp.array([position]), 16, THETA) for position in (query_position, key_position)
-        )
+        tables = (rotary_tables(jnp.array([position]), 16, THETA) for position in (query_position, key_position))
         rotated = [rotate(jnp.asarray(x), *table) for x, table in zip((q, k), tables, strict=True)]
         return float(jnp.sum(rotated[0] * rotated[1]))
 

@@ -71,7 +71,7 @@ def loss_and_gradient(residual, scan, remat="none"):
     config = dataclasses.replace(
         TINY, dtype="float64", residual=residual, residual_options=options, scan=False, remat=remat
     )
-    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), randomised(config))
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), randomised(config))
     if scan:
         params = stack_layers(params, config.segments())
         config = dataclasses.replace(config, scan=True)

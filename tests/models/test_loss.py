@@ -44,9 +44,7 @@ def test_whole_loss_is_that_of_numpy():
 @pytest.mark.parametrize("slice_length", [1, 4, 5, 9, 128])
 def test_sliced_is_whole_in_values_and_gradients(slice_length):
     whole = jax.jit(jax.value_and_grad(functools.partial(objective, slice_length=0), argnums=(0, 1)))
-    sliced = jax.jit(
-        jax.value_and_grad(functools.partial(objective, slice_length=slice_length), argnums=(0, 1))
-    )
+    sliced = jax.jit(jax.value_and_grad(functools.partial(objective, slice_length=slice_length), argnums=(0, 1)))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         sliced(HIDDEN, KERNEL),
@@ -129,9 +127,9 @@ def test_sliced_is_whole_when_the_kernel_is_the_table(tied):
 def test_rows_that_pad_the_vocabulary_count_for_nothing():
     padded, plain = (
         jax.value_and_grad(
-            lambda h, k: weighted_sums(
-                token_losses(h, k, TARGETS, vocab_size=VOCAB, slice_length=4), WEIGHTS, 0.1
-            )[0],
+            lambda h, k: weighted_sums(token_losses(h, k, TARGETS, vocab_size=VOCAB, slice_length=4), WEIGHTS, 0.1)[
+                0
+            ],
             argnums=(0, 1),
         )(HIDDEN, kernel)
         for kernel in (KERNEL, KERNEL[:, :VOCAB])

@@ -26,10 +26,7 @@ def with_gains(flat, ending, value, layers=range(99)):
 def renamed(flat, **names):
     """{path: gain} of another scheme: `attention_norm='attention_pre'` takes that gain for this one."""
     return {
-        path.replace(old, new): leaf
-        for path, leaf in flat.items()
-        for new, old in names.items()
-        if old in path
+        path.replace(old, new): leaf for path, leaf in flat.items() for new, old in names.items() if old in path
     }
 
 
@@ -78,9 +75,7 @@ def test_without_pre_gains_it_is_depth_scaled_post_norm(post_norm, lab, embeddin
     siamese, flat = lab.make_chain("siamese", post_norm=post_norm, depth_scale="layer2", **BARE)
     actual = lab.apply(siamese, with_gains(flat, "_pre/", 0.0), embedding)
     gains = [
-        flat[f"layer_{i}/residual/{f}_post/scale"]
-        for i in range(lab.num_layers)
-        for f in ("attention", "mlp")
+        flat[f"layer_{i}/residual/{f}_post/scale"] for i in range(lab.num_layers) for f in ("attention", "mlp")
     ]
     x = embedding if post_norm == "write" else rms_norm(jnp.asarray(embedding), gains[0])
     after = gains if post_norm == "write" else [*gains[1:], flat["residual/final_post/scale"]]
@@ -126,9 +121,7 @@ def test_a_pre_stream_that_is_summed_but_not_read_is_resi_dual(lab, embedding):
                 post_norm=norm(f"layer_{i}/residual/{name}_norm/scale"),
                 pre_norm=functional.nothing,
             )
-    out = functional.merge(
-        post, pre, post_norm=functional.identity, pre_norm=norm("residual/final_pre/scale")
-    )
+    out = functional.merge(post, pre, post_norm=functional.identity, pre_norm=norm("residual/final_pre/scale"))
     np.testing.assert_array_equal(out, lab.apply(resi_dual, flat, embedding))
 
 

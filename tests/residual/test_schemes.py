@@ -221,14 +221,9 @@ def test_scheme_is_its_equation(scheme, options, lab, embedding, wide):
     random = np.random.default_rng(4)
     for path, leaf in flat.items():
         direction = random.normal(size=leaf.shape)
-        at = [
-            np.sum(expected(flat | {path: leaf + step * 1e-4 * direction}) * weight)
-            for step in (-2, -1, 1, 2)
-        ]
+        at = [np.sum(expected(flat | {path: leaf + step * 1e-4 * direction}) * weight) for step in (-2, -1, 1, 2)]
         slope = np.dot(at, [1, -8, 8, -1]) / 12e-4
-        np.testing.assert_allclose(
-            np.sum(direction * gradient[path]), slope, rtol=1e-7, atol=1e-8, err_msg=path
-        )
+        np.testing.assert_allclose(np.sum(direction * gradient[path]), slope, rtol=1e-7, atol=1e-8, err_msg=path)
 
 
 @pytest.mark.parametrize(("scheme", "options"), cases(), ids=map(name_of, cases()))

@@ -1,0 +1,92 @@
+"""From the metrics of finished steps to metrics.jsonl, TensorBoard, the log line and the progress bar."""
+
+import math
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+from tqdm import tqdm
+
+from siamese_jax.checkpoint import available_steps
+from siamese_jax.errors import FaultError
+from siamese_jax.run_folder import CHECKPOINTS
+from siamese_jax.training.hardware import device_peak_flops
+from siamese_jax.training.metrics import MetricWriter, Throughput, format_line
+from siamese_jax.training.parts import Parts, token_flops
+from siamese_jax.training.start import Start
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Recorder:
+    """Fetches the metrics of finished steps, checks that they are finite, and writes and shows them."""
+
+    def __init__(self, parts: Parts, workdir: str, start: int, say: Callable, found: Start):
+        config = parts.config
+        self.steps, self.every = config.training.steps, config.logging.every
+        peak, self.peak_source = device_peak_flops(parts.model_config.dtype)
+        self.speed = Throughput(
+            config.training.batch_size * config.data.length, self.steps,
+            token_flops(parts.model_config, config.data.length), peak and peak * parts.mesh.size,
+        )  # fmt: skip
+        self.tokens_per_step = config.training.batch_size * config.data.length
+        self.writer = MetricWriter(workdir, start)
+        self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+        self.say, self.start, self.last_line = say, start, -math.inf
+        self.last_finite, self.owed = found.metrics, found.owed
+        self.checkpoints = pathlib.Path(workdir) / CHECKPOINTS
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        try:
+            self.writer.close()
+        except OSError as error:  # the lines that the disk did not take
+            if kind is None:
+                raise FaultError(f"cannot write {self.writer.path}: {error.strerror}") from error
+
+    def record(self, step: int, metrics: dict, extra: dict | None) -> None:
+        """Waits for a step's metrics; FaultError when they are not finite. `extra` is written with them;
+        None means that a validation is missing in it, so the line is owed."""
+        host = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.speed.tick(step)
+        finite = all(math.isfinite(value) for value in host.values())
+        line = {"tokens": step * self.tokens_per_step, **host, **self.speed.summary(), **(extra or {})}
+        if extra is None and finite:
+            self.owed = line
+        elif step % self.every == 0 or step in (1, self.steps) or extra or not finite:
+            self._write(step, line)
+        if not finite:
+            raise FaultError(self._not_finite(step, host))
+        self.last_finite = {"step": step, **host}
+        self.bar.update(step - self.bar.n)
+
+    def settle_debt(self, validation: dict) -> None:
+        """Writes the line that is owed, its validation made up for."""
+        self._write(self.start, {**self.owed, **validation})
+        self.owed = None
+
+    def _write(self, step: int, line: dict) -> None:
+        self.writer.write(step, line)
+        self._show(step, line)
+
+    def _show(self, step: int, line: dict) -> None:
+        now = time.monotonic()
+        due = now - self.last_line >= SECONDS_BETWEEN_LINES or "validation/loss" in line
+        if due or step in (self.start + 1, self.steps):
+            self.last_line = now
+            with tqdm.external_write_mode():
+                self.say(format_line(step, self.steps, line))
+
+    def _not_finite(self, step: int, host: dict) -> str:
+        names = ", ".join(f"{name} {value}" for name, value in host.items() if not math.isfinite(value))
+        last = ", ".join(f"{name} {value:.6g}" for name, value in self.last_finite.items()) or "none"
+        steps = available_steps(self.checkpoints)
+        back = f"checkpoint {steps[-1]} is the one to return to" if steps else "there is no checkpoint yet"
+        return (
+            f"training stopped at step {step}: {names}; last finite metrics: {last}; {back}; "
+            "lower schedule.peak, raise schedule.warmup_steps or set optimizer.clip_norm, in a new --workdir"
+        )

@@ -1,0 +1,85 @@
+"""Where a run starts: its own newest sound checkpoint, the weights of another run, or initial parameters."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from siamese_jax.checkpoint import Checkpoints
+from siamese_jax.errors import InputError
+from siamese_jax.parallel.mesh import replicated
+from siamese_jax.run_folder import CHECKPOINTS
+from siamese_jax.training.parts import Parts
+from siamese_jax.training.state import TrainState, initial_state
+
+
+@dataclasses.dataclass
+class Start:
+    """Where a run starts: its own state, or only weights, or neither; `metrics` and `owed` as in `_about`."""
+
+    origin: str
+    state: TrainState | None = None
+    weights: Any = None
+    metrics: dict = dataclasses.field(default_factory=dict)
+    owed: dict | None = None
+
+
+def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
+    """In this order: the run's own newest sound checkpoint, the weights of training.init_from, a fresh start.
+
+    Compiles and writes nothing, so that an InputError leaves no trace.
+    """
+    restored = checkpoints.restore(_state_shapes(parts))
+    if restored is not None:
+        step, state, about = restored
+        _check_same_data(parts, step, about["data"]["fingerprint"])
+        return Start(f"checkpoint {step}", state, metrics=about.get("metrics", {}), owed=about.get("owed"))
+    source = parts.config.training.init_from
+    if not source:
+        return Start("initial parameters")
+    step, weights = _weights_of(source, _state_shapes(parts).params, say)
+    return Start(f"the weights of {source}, checkpoint {step}", weights=weights)
+
+
+def _check_same_data(parts: Parts, step: int, stored: str) -> None:
+    now = parts.train_store.fingerprint
+    if stored != now:
+        raise InputError(
+            f"the training data changed: checkpoint {step} was trained on data {stored[:12]}, "
+            f"{parts.config.data.source} is {now[:12]} now: restore the data or use another --workdir"
+        )
+
+
+def _weights_of(source: str, shapes: Any, say: Callable) -> tuple[int, Any]:
+    """(step, parameters) of the newest sound checkpoint of another run."""
+    try:
+        with Checkpoints(pathlib.Path(source) / CHECKPOINTS, log=say) as checkpoints:
+            found = checkpoints.restore({"params": shapes}, partial=True)
+    except InputError as error:
+        raise InputError(f"training.init_from {source}: {error}") from error
+    if found is None:
+        raise InputError(f"training.init_from {source}: there is no checkpoint in {source}/{CHECKPOINTS}")
+    return found[0], found[1]["params"]
+
+
+def _state_shapes(parts: Parts) -> TrainState:
+    """The state as shapes with shardings: every array on every device of the mesh."""
+    make = _state_maker(parts)
+    shapes = jax.eval_shape(make)
+    whole = replicated(parts.mesh)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes)
+
+
+def _state_maker(parts: Parts) -> Callable[[], TrainState]:
+    config = parts.config
+    return lambda: initial_state(parts.model_config, parts.optimizer, config.seed, config.optimizer.ema > 0)
+
+
+def make_state(parts: Parts, start: Start) -> TrainState:
+    """The state of the first update."""
+    if start.state is not None:
+        return start.state
+    state = jax.jit(_state_maker(parts), out_shardings=replicated(parts.mesh))()
+    return state if start.weights is None else state.replace(params=start.weights)
