@@ -15,7 +15,7 @@ Every token counts exactly once, in windows of data.length tokens. The columns:
                Of a window that several sources share, each has its part as an instance.
 
 --json prints one object with the same figures under "total" and "sources"; null stands for NaN and infinity.
-Exit codes: 0 done, 2 wrong input, 1 a fault such as a broken checkpoint that --step asked for.
+Exit codes: 0 done, 2 wrong input (a broken checkpoint that --step asks for too), 1 anything else.
 """
 
 import json

@@ -5,8 +5,11 @@
 
 
 class InputError(ValueError):
-    """A wrong configuration, file or flag. The message is one line: what, both values, what to change."""
+    """A wrong configuration, flag or file, a broken checkpoint too.
+
+    The message is one line: what was wrong, both values, what to change.
+    """
 
 
 class FaultError(RuntimeError):
-    """A fault of the machine or of the run (full disk, broken file, NaN loss), told in one line."""
+    """A fault of the machine or of the run (full disk, lost device, NaN loss), told in one line."""

@@ -142,6 +142,7 @@ def _quiet_logging() -> None:
     """Log lines from warnings up, as they are; absl's start sets it otherwise."""
     absl_logging.set_verbosity(absl_logging.WARNING)
     absl_logging.get_absl_handler().setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # of NaN it warns once a number
     sys.excepthook = _show_exception
 
 

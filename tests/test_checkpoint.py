@@ -181,7 +181,7 @@ def test_what_the_folder_says_without_arrays_and_without_traces(tmp_path):
     lines = []
     assert read_about(tmp_path, log=lines.append)[0] == 20
     assert len(lines) == 1 and "checkpoint 30 is broken" in lines[0]
-    with pytest.raises(FaultError, match="30: "):
+    with pytest.raises(InputError, match="30: "):
         read_about(tmp_path, 30)
 
 
@@ -266,7 +266,7 @@ def test_the_bit_sums_alone_notice_altered_arrays(tmp_path, monkeypatch):
         folder = tmp_path / f"{round_}"
         shutil.copytree(tmp_path / "sound", folder)
         flip(folder / data.relative_to(tmp_path / "sound"), 8 * (1 << 12) + draw.randrange(8 * (1 << 14)))
-        with Checkpoints(folder) as checkpoints, pytest.raises(FaultError, match="is sound"):
+        with Checkpoints(folder) as checkpoints, pytest.raises(InputError, match="is sound"):
             checkpoints.restore(shapes(state))
 
 
@@ -285,12 +285,12 @@ def test_harmed_files_are_named_and_the_one_before_is_taken(tmp_path, harm):
         lines = []
         with Checkpoints(folder, log=lines.append) as checkpoints:
             assert checkpoints.restore(target)[0] == 20
-            with pytest.raises(FaultError, match=r"checkpoint 30 in .* is broken"):
+            with pytest.raises(InputError, match=r"checkpoint 30 in .* is broken"):
                 checkpoints.restore(target, 30)
         assert len(lines) == 1 and path.name in lines[0] and "steps 21 to 30 are lost" in lines[0]
         assert "\n" not in lines[0] and len(lines[0]) < 400
         with Checkpoints(folder, strict=True) as checkpoints:
-            with pytest.raises(FaultError, match=r"checkpoint 30 .*; not tried: 10, 20"):
+            with pytest.raises(InputError, match=r"checkpoint 30 .*; not tried: 10, 20"):
                 checkpoints.restore(target)
 
 
@@ -299,7 +299,7 @@ def test_when_none_is_sound_nothing_starts_from_scratch(tmp_path):
     for step in 1, 2:
         (tmp_path / str(step) / "_METADATA").unlink()
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(FaultError, match=r"is sound \(2: _METADATA is missing; 1: _METAD"):
+        with pytest.raises(InputError, match=r"is sound \(2: _METADATA is missing; 1: _METAD"):
             checkpoints.restore(shapes(make_state()))
         assert checkpoints.steps() == [1, 2]
 

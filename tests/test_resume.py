@@ -142,8 +142,8 @@ def test_a_broken_newest_checkpoint_is_passed_over(place, reference, stopped_at_
     steps = checkpoints_of(stopped_at_9)
     break_checkpoint(stopped_at_9, steps[-1])
     strict = place.run(*place.arguments(stopped_at_9, "checkpoint.strict=True"))
-    assert strict.code == 1 and strict.err.count("\n") == 1
-    assert strict.err.startswith(f"fault: checkpoint {steps[-1]} in ") and "is broken" in strict.err
+    assert strict.code == 2 and strict.err.count("\n") == 1
+    assert strict.err.startswith(f"error: checkpoint {steps[-1]} in ") and "is broken" in strict.err
     ended = finish(place, stopped_at_9)
     told = [line for line in ended.out.splitlines() if "is broken" in line]
     assert len(told) == 1 and f"checkpoint {steps[-1]} is broken" in told[0]
@@ -156,8 +156,8 @@ def test_a_run_with_only_broken_checkpoints_stops(place, stopped_at_9):
     for step in checkpoints_of(stopped_at_9):
         break_checkpoint(stopped_at_9, step)
     ended = place.run(*place.arguments(stopped_at_9))
-    assert ended.code == 1 and ended.err.count("\n") == 1
-    assert ended.err.startswith(f"fault: no checkpoint in {stopped_at_9 / 'checkpoints'} is sound")
+    assert ended.code == 2 and ended.err.count("\n") == 1
+    assert ended.err.startswith(f"error: no checkpoint in {stopped_at_9 / 'checkpoints'} is sound")
 
 
 def test_a_disk_that_fills_up_during_a_save_ends_the_run(place, reference, tmp_path):

@@ -103,7 +103,7 @@ class Checkpoints:
         `target` is the tree to fill, of arrays or ShapeDtypeStructs; an array goes where its sharding says
         (without one, to the first device). With `partial`, stored arrays may be left out. A target that does
         not fit is an InputError. A broken checkpoint is named through `log` and the one before it taken; with
-        `strict`, with `step` given, and when none is sound, it is a FaultError.
+        `strict`, with `step` given, and when none is sound, it is an InputError.
         """
         self.wait()
         steps = self.steps()
@@ -125,12 +125,12 @@ class Checkpoints:
                 return candidate, state, about
             if self._strict or step is not None:
                 others = spell(other for other in steps if other != candidate)
-                raise FaultError(
+                raise InputError(
                     f"checkpoint {candidate} in {self.folder} is broken ({broken[candidate]}); not tried: {others}"
                 )
         if broken:
             reasons = "; ".join(f"{lost}: {reason}" for lost, reason in broken.items())
-            raise FaultError(
+            raise InputError(
                 f"no checkpoint in {self.folder} is sound ({reasons}); to start from scratch, use another folder"
             )
         return None

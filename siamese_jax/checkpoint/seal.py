@@ -10,7 +10,7 @@ import zlib
 import jax
 from etils import epath
 
-from siamese_jax.errors import FaultError, InputError
+from siamese_jax.errors import InputError
 
 LOG = logging.getLogger(__name__)
 SEAL = "about.json"
@@ -33,7 +33,7 @@ def available_steps(folder):
 def read_about(folder, step=None, *, log=LOG.warning):
     """(step, about) of the newest checkpoint whose about.json is sound, or of `step`, without reading arrays.
 
-    InputError if there is none (of that step), FaultError if none can be read. Array data are not looked at:
+    InputError if there is none (of that step) or none can be read. Array data are not looked at:
     a later `restore` may still go back further. `log` gets one line for each checkpoint passed over.
     """
     steps = available_steps(folder)
@@ -51,7 +51,7 @@ def read_about(folder, step=None, *, log=LOG.warning):
             log(f"checkpoint {lost} is broken ({reason}); reading {candidate}")
         return candidate, about
     reasons = "; ".join(f"{lost}: {reason}" for lost, reason in broken.items())
-    raise FaultError(f"no checkpoint can be read in {folder} ({reasons})")
+    raise InputError(f"no checkpoint can be read in {folder} ({reasons})")
 
 
 def write(folder, about, table):

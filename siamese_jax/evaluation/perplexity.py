@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from siamese_jax.data.loader import evaluation_batches, num_evaluation_windows
 from siamese_jax.data.store import TokenStore
-from siamese_jax.models.language import LanguageModel
+from siamese_jax.models.language import LanguageModel, document_options
 from siamese_jax.parallel.mesh import batch_sharding, replicated
 
 Batch = dict[str, np.ndarray]
@@ -83,9 +83,8 @@ def make_scorer(model: LanguageModel, mesh: Mesh) -> Callable:
     """Compiled (params, batch) -> cross-entropy of every target [B, L] in nats, whole on every device."""
 
     def score(params, batch):
-        options = {f"{name}_BL": batch[name] for name in ("positions", "segments") if name in batch}
         tokens = batch["inputs"], batch["targets"]
-        return model.apply({"params": params}, *tokens, method="losses", **options)[0]
+        return model.apply({"params": params}, *tokens, method="losses", **document_options(batch))[0]
 
     shardings = (replicated(mesh), batch_sharding(mesh))
     return jax.jit(score, in_shardings=shardings, out_shardings=replicated(mesh))

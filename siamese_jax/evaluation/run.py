@@ -75,8 +75,8 @@ def open_run(workdir: str, step: int | None = None) -> OpenRun:
 def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], None] = print) -> Weights:
     """The parameters of a checkpoint, None = the newest sound one; the running average where the run has it.
 
-    InputError where there is none; FaultError where `step` is broken or none is sound. A broken checkpoint
-    that is passed over is named through `say`.
+    InputError where there is none, `step` is broken, none is sound, or the run was trained on other tokens
+    than the tokenizer makes now. A broken checkpoint that is passed over is named through `say`.
     """
     whole = replicated(run.mesh)
     shapes = jax.tree.map(
@@ -89,7 +89,13 @@ def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], 
         found = checkpoints.restore(target, step, partial=True)
     if found is None:
         raise InputError(f"there is no checkpoint in {run.checkpoints}: train first, or correct --workdir")
-    found_step, state, _ = found
+    found_step, state, about = found
+    trained = about["data"]["tokenizer"]
+    if trained != run.tokenizer.fingerprint:
+        raise InputError(
+            f"the tokenizer changed: {run.workdir} was trained with {trained}, "
+            f"{run.config.data.tokenizer} is {run.tokenizer.fingerprint} now: restore the file"
+        )
     params = state["ema"]["params"] if averaged else state["params"]
     return Weights(params, found_step, str(run.checkpoints / str(found_step)), averaged)
 

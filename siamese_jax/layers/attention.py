@@ -81,7 +81,7 @@ def choose_implementation(wanted: str, platform: str, dtype, head_dim: int, mask
         choice = "merged" if platform == "cpu" else "grouped"
     if choice not in _logged:
         _logged.add(choice)
-        logging.getLogger("siamese_jax").info(
+        logging.getLogger("siamese_jax").debug(
             "attention: %s (%s, %s, head dim %d)", choice, platform, dtype, head_dim
         )
     return choice

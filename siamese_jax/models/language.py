@@ -5,6 +5,7 @@ Legend: B batch, L length, D width, V padded vocabulary.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -171,3 +172,8 @@ class LanguageModel(nn.Module):
     def __call__(self, tokens_BL, **options):
         hidden_BLD, _ = self.hidden(tokens_BL, **options)
         return logits_of(hidden_BLD, self.kernel_DV(), self.config.vocab_size)
+
+
+def document_options(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the model takes beside tokens when the documents of a batch's windows do not see each other."""
+    return {f"{name}_BL": batch[name] for name in ("positions", "segments") if name in batch}

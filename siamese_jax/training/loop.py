@@ -80,7 +80,11 @@ def _about(parts: Parts, step: int, recorder: Recorder) -> dict:
         "metrics": recorder.last_finite,
         "owed": recorder.owed,
         "config": resolved(parts.config),
-        "data": {"seed": parts.config.seed, "fingerprint": parts.train_store.fingerprint},
+        "data": {
+            "seed": parts.config.seed,
+            "fingerprint": parts.train_store.fingerprint,
+            "tokenizer": parts.tokenizer.fingerprint,
+        },
         "library": __version__,
     }
 

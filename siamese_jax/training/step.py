@@ -9,17 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from siamese_jax.models.language import LanguageModel
+from siamese_jax.models.language import LanguageModel, document_options
 from siamese_jax.models.loss import weighted_sums
 from siamese_jax.training.optimizer import update_ema
 from siamese_jax.training.state import TrainState
 
 Batch = dict[str, jax.Array]
-
-
-def document_options(batch: Batch) -> dict:
-    """What the model takes beside tokens when documents of a window do not see each other."""
-    return {f"{name}_BL": batch[name] for name in ("positions", "segments") if name in batch}
 
 
 def make_loss(model: LanguageModel, z_loss: float) -> Callable:

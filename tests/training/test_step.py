@@ -10,7 +10,8 @@ from programs import records, shared_place
 from siamese_jax.models.initialize import initial_parameters
 from siamese_jax.models.language import LanguageConfig, LanguageModel
 from siamese_jax.residual.scheme import known_schemes
-from siamese_jax.training.state import initial_state
+from siamese_jax.training.optimizer import init_ema
+from siamese_jax.training.state import TrainState
 from siamese_jax.training.step import accumulated_gradient, make_loss, make_stream_watch, make_train_step
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -26,9 +27,20 @@ def model():
     return LanguageModel(config())
 
 
+def make_params(model):
+    return jax.jit(lambda: initial_parameters(model.config, jax.random.key(0)), compiler_options=QUICK)()
+
+
 @pytest.fixture(scope="module")
 def params(model):
-    return jax.jit(lambda: initial_parameters(model.config, jax.random.key(0)), compiler_options=QUICK)()
+    return make_params(model)
+
+
+@pytest.fixture(scope="module", params=known_schemes())
+def scheme(request):
+    """(model, parameters) of every scheme in turn."""
+    model = LanguageModel(config(residual=request.param))
+    return model, make_params(model)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +61,9 @@ def assert_close(tree, other, rtol):
         np.testing.assert_allclose(leaf, twin, rtol=rtol, atol=rtol * float(np.abs(twin).max()))
 
 
-def make_state(model, optimizer, with_ema=False):
-    make = jax.jit(lambda: initial_state(model.config, optimizer, 0, with_ema), compiler_options=QUICK)
-    return make()
+def make_state(params, optimizer, with_ema=False):
+    step, key = jnp.zeros((), jnp.int32), jnp.zeros(2, jnp.uint32)
+    return TrainState(step, params, optimizer.init(params), key, init_ema(params) if with_ema else None)
 
 
 def test_accumulation_by_four_equals_one(model, params, batch):
@@ -74,10 +86,10 @@ def test_accumulation_by_four_equals_one(model, params, batch):
     assert abs(np.mean(by_part) - whole) > 1e-3 * whole  # so the wrong average would be seen
 
 
-def test_norms_in_the_metrics_equal_numpy(model, batch):
+def test_norms_in_the_metrics_equal_numpy(model, params, batch):
     schedule = lambda count: 0.5 / (count + 1)  # noqa: E731
     optimizer = optax.sgd(schedule)
-    state = make_state(model, optimizer)
+    state = make_state(params, optimizer)
     step = jax.jit(make_train_step(model, optimizer, schedule), compiler_options=QUICK)
     after, metrics = step(state, batch)
     loss = lambda params: make_loss(model, 0.0)(params, batch, batch["weights"].sum())[0]  # noqa: E731
@@ -90,10 +102,10 @@ def test_norms_in_the_metrics_equal_numpy(model, batch):
     assert int(after.step) == 1 and float(metrics["loss"]) == float(metrics["objective"])
 
 
-def test_the_running_average_follows_and_does_not_steer(model, batch):
+def test_the_running_average_follows_and_does_not_steer(model, params, batch):
     """Debiased: the average of parameters p_1 .. p_t with weights decay^(t - i), divided by their sum."""
     optimizer, schedule, decay = optax.sgd(0.5), lambda count: 0.5, 0.9
-    followed, plain = make_state(model, optimizer, True), make_state(model, optimizer)
+    followed, plain = make_state(params, optimizer, True), make_state(params, optimizer)
     with_ema = jax.jit(make_train_step(model, optimizer, schedule, ema=decay), compiler_options=QUICK)
     without = jax.jit(make_train_step(model, optimizer, schedule), compiler_options=QUICK)
     seen = []
@@ -110,12 +122,11 @@ def test_the_running_average_follows_and_does_not_steer(model, batch):
     assert norm(jax.tree.map(lambda a, b: a - b, followed.eval_params(), followed.params)) > 1e-3
 
 
-@pytest.mark.parametrize("scheme", known_schemes())
 def test_the_loss_falls_on_a_fixed_batch(scheme, batch):
     """Every scheme learns 8 rows by heart, a little, in 10 steps of Adam."""
-    model = LanguageModel(config(residual=scheme, scan=True, num_layers=3))
+    model, params = scheme
     optimizer = optax.adam(1e-2)
-    state = make_state(model, optimizer)
+    state = make_state(params, optimizer)
     step = jax.jit(make_train_step(model, optimizer, lambda count: 1e-2), compiler_options=QUICK)
     losses = []
     for _ in range(10):
@@ -124,18 +135,15 @@ def test_the_loss_falls_on_a_fixed_batch(scheme, batch):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("scheme", known_schemes())
 def test_the_stream_watch_equals_numpy(scheme, batch):
-    model = LanguageModel(config(residual=scheme, num_layers=3))
-    make = jax.jit(lambda: initial_parameters(model.config, jax.random.key(0)), compiler_options=QUICK)
-    params = make()
+    model, params = scheme
     watched = jax.jit(make_stream_watch(model), compiler_options=QUICK)(params, batch)
     _, streams = model.apply({"params": params}, batch["inputs"], watch=lambda streams: streams, method="hidden")
     segments = streams if isinstance(streams, list) else [streams]
     assert watched.keys() == segments[0].keys()
     for name, values in watched.items():
         states = np.concatenate([np.asarray(segment[name], np.float64) for segment in segments])
-        assert states.shape == (3, 8, 16, 16)
+        assert states.shape == (2, 8, 16, 16)
         np.testing.assert_allclose(values, np.sqrt(np.mean(states**2, axis=(1, 2, 3))), rtol=1e-5)
 
 
@@ -153,15 +161,18 @@ def test_documents_that_do_not_see_each_other_reach_the_model(model, params, bat
 def test_eight_devices_equal_one(tmp_path_factory):
     """Whole runs with accumulation, each in its own process, on one and on eight virtual CPU devices."""
     place = shared_place(tmp_path_factory)
-    lines = {}
+    overrides = ("training.batch_size=16", "training.accumulation=2", "eval.every=4", "training.steps=6")
+    quick = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
+    started, lines = {}, {}
     for devices in (1, 8):
-        workdir = place.folder / f"devices{devices}"
-        overrides = ("training.batch_size=16", "training.accumulation=2", "eval.every=4", "training.steps=6")
-        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-        ended = place.start(*place.arguments(workdir, *overrides), environment=flags).ended()
+        arguments = place.arguments(place.folder / f"devices{devices}", *overrides)
+        flags = f"--xla_force_host_platform_device_count={devices} {quick}"
+        started[devices] = place.start(*arguments, environment={"XLA_FLAGS": flags})
+    for devices, process in started.items():
+        ended = process.ended()
         assert ended.code == 0, ended.err
         assert f"devices: {devices} x cpu" in ended.out
-        lines[devices] = records(workdir)
+        lines[devices] = records(place.folder / f"devices{devices}")
     assert [line["step"] for line in lines[8]] == list(range(1, 7))
     for one, eight in zip(lines[1], lines[8], strict=True):
         assert one.keys() == eight.keys()
