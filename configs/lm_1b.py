@@ -1,7 +1,7 @@
 r"""The paper's 1.3B language model (arXiv 2602.08064), siamese_hybrid, 100B tokens of FineWeb-Edu.
 
 Aims at: average perplexity 10.43 at this peak learning rate, 1e-3 (10.57 at 4e-4, 10.48 at 2e-3); Pre-Norm
-10.84, 11.21, 10.89; 9.42 after 350B tokens at 2e-3, Pre-Norm 9.67 (METHOD 5; single-seed, of the paper).
+10.84, 11.21, 10.89; 9.42 after 350B tokens at 2e-3, Pre-Norm 9.67 (the paper's figures, single-seed).
 
     parameters  16 layers x 16 x 2048^2 = 1,073,741,824 (attention 4 d^2, SwiGLU of hidden 4 d 12 d^2)
                 + 2 x 50,304 rows x 2048 =  206,045,184 (embedding and untied head)
@@ -13,7 +13,7 @@ Aims at: average perplexity 10.43 at this peak learning rate, 1e-3 (10.57 at 4e-
 The vocabulary is inferred: of the usual tables only 50,304 untied rows (GPT-NeoX, as OLMo v1) give 1,279.8M;
 100,352 tied rows would be 1,279.3M. Not published, and OLMo-1B's values here: batch of 2,048 sequences,
 Adam's eps, floor of 0.1, decay on matrices (the embedding too) and not on gains, RoPE's theta. The paper
-says QK-norm; HybridNorm's blocks, and so its siamese_hybrid, normalise v too (METHOD 1b).
+says QK-norm; HybridNorm's blocks, and so its siamese_hybrid, normalise v too.
 
     python train.py --config=configs/lm_1b.py --workdir=runs/lm_1b \
         --config.data.source='/data/fineweb-edu/*.parquet' --config.data.tokenizer=/data/gpt-neox.json

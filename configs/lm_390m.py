@@ -1,4 +1,4 @@
-"""What the four 390M models of the paper's depth study share (METHOD 4); each has a file of its own.
+"""What the four 390M models of the paper's depth study share (its table 2); each has a file of its own.
 
 The recipe is that of lm_1b.py with another shape, learning rate 1e-3 and 12B tokens. The published table
 gives layers, width, hidden 4 d, tokens and learning rate, and 390M for all four. With the 50,304 untied rows

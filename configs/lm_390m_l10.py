@@ -1,6 +1,6 @@
 r"""The 10-layer model of the paper's 390M depth study (arXiv 2602.08064), siamese_hybrid, 12B tokens.
 
-Aims at: average perplexity 16.15; Pre-Norm 17.47 (METHOD 5, the paper's table; single-seed).
+Aims at: average perplexity 16.15; Pre-Norm 17.47 (the paper's depth study, table 2; single-seed).
 
     parameters  10 layers x 16 x 1280^2 = 262,144,000, 2 x 50,304 x 1280 = 128,778,240
                 together 390,922,240 = 390.9M

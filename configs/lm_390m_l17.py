@@ -1,6 +1,6 @@
 r"""The 17-layer model of the paper's 390M depth study (arXiv 2602.08064), siamese_hybrid, 12B tokens.
 
-Aims at: average perplexity 15.69; Pre-Norm 17.23 (METHOD 5, the paper's table; single-seed).
+Aims at: average perplexity 15.69; Pre-Norm 17.23 (the paper's depth study, table 2; single-seed).
 
     parameters  17 layers x 16 x 1024^2 = 285,212,672, 2 x 50,304 x 1024 = 103,022,592
                 together 388,235,264 = 388.2M

@@ -1,6 +1,6 @@
 r"""The 33-layer model of the paper's 390M depth study (arXiv 2602.08064), siamese_hybrid, 12B tokens.
 
-Aims at: average perplexity 15.64; Pre-Norm 17.29 (METHOD 5, the paper's table; single-seed).
+Aims at: average perplexity 15.64; Pre-Norm 17.29 (the paper's depth study, table 2; single-seed).
 
     parameters  33 layers x 16 x 768^2 = 311,427,072, 2 x 50,304 x 768 = 77,266,944
                 together 388,694,016 = 388.7M

@@ -1,6 +1,6 @@
 r"""The 80-layer model of the paper's 390M depth study (arXiv 2602.08064), siamese_hybrid, 12B tokens.
 
-Aims at: average perplexity 15.98; Pre-Norm 18.02 (METHOD 5, the paper's table; single-seed).
+Aims at: average perplexity 15.98; Pre-Norm 18.02 (the paper's depth study, table 2; single-seed).
 
     parameters  80 layers x 16 x 512^2 = 335,544,320, 2 x 50,304 x 512 = 51,511,296
                 together 387,055,616 = 387.1M

@@ -24,7 +24,7 @@ def statistics_type(dtype) -> jnp.dtype:
 def rms_norm(x: Array, scale: Array | None = None, epsilon: float = 1e-5) -> Array:
     """scale * x * rsqrt(mean(x^2) + epsilon) over the last axis.
 
-    The normalised value is cast back before the gain, as the reference code does (METHOD: RMS(h; g)).
+    The normalised value is cast back before the gain, as the reference code does.
     """
     wide = x.astype(statistics_type(x.dtype))
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)

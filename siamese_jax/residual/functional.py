@@ -2,7 +2,7 @@
 
 Each function is ONE sub-block: `branch` is attention or an MLP, [..., D] -> [..., D], evaluated once;
 norms are callables [..., D] -> [..., D]. A Transformer layer is two sub-blocks. Streams are named as in
-METHOD: `post` (the paper's X, normalised) and `pre` (the paper's Y, never normalised on its own path).
+the paper: `post` (its X, normalised) and `pre` (its Y, never normalised on its own path).
 """
 
 from collections.abc import Callable

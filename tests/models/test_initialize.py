@@ -34,7 +34,7 @@ def drawn(**changes):
 
 
 def expected_stds(init, layer):
-    """METHOD 3, by our names."""
+    """The initialisers of OLMo v1, by our names."""
     d, f = WIDTH, HIDDEN
     if init == "mitchell":
         wide, out, down = (

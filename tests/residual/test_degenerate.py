@@ -1,4 +1,4 @@
-"""SiameseNorm with some gains at zero is an older scheme; its state Jacobian in blocks (METHOD 1c)."""
+"""SiameseNorm with some gains at zero is an older scheme; its state Jacobian in blocks."""
 
 import functools
 

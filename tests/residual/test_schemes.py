@@ -1,4 +1,4 @@
-"""Every residual scheme against its equation (METHOD 1 and 2), written down again in plain numpy.
+"""Every residual scheme against its published equation, written down again in plain numpy.
 
 Outputs are compared directly, gradients by central differences of the numpy version. Nothing of
 siamese_jax.residual.functional is used here.
@@ -29,7 +29,7 @@ def rms(h, g):
 
 
 class Equations:
-    """The table of METHOD 2, one method a scheme; `g(name, i)` is the gain of a norm of layer i."""
+    """The published equations, one method a scheme; `g(name, i)` is the gain of a norm of layer i."""
 
     def __init__(self, lab, g):
         self.N, self.attn, self.mlp, self.g = lab.num_layers, lab.attend, lab.feed, g
