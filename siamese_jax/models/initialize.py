@@ -21,7 +21,10 @@ TRUNCATION = 3.0  # in standard deviations, as OLMo
 
 
 def _stds(config: LanguageConfig) -> dict[str, float]:
-    """Path ending -> standard deviation, as OLMo v1 names its initialisers; mitchell also divides `DEPTH_SCALED` by sqrt(i + 1)."""
+    """Path ending -> standard deviation, as OLMo v1 names its initialisers.
+
+    mitchell also divides `DEPTH_SCALED` by sqrt(i + 1).
+    """
     width = config.width**-0.5
     if config.init == "mitchell":
         return {
