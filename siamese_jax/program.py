@@ -9,7 +9,6 @@ import pathlib
 import re
 import runpy
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -147,8 +146,8 @@ def _quiet_logging() -> None:
 
 
 def _show_exception(kind, error, trace) -> None:
-    """Silences TensorStore's threads, which shout after a failed save; what failed is told by FaultError."""
-    if threading.current_thread() is threading.main_thread() or "Event loop is closed" not in str(error):
+    """Silences TensorStore, which shouts from its threads after a failed save; FaultError tells what failed."""
+    if "Event loop is closed" not in str(error):
         sys.__excepthook__(kind, error, trace)
 
 

@@ -59,7 +59,7 @@ def train(
             state = make_state(parts, found)
             start = int(state.step)
             say(f"starting at step {start} of {config.training.steps} from {found.origin}")
-            with Recorder(parts, workdir, start, say, found) as recorder:
+            with Recorder(parts, workdir, start, say, found, checkpoints) as recorder:
                 state, done = _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say)
             checkpoints.wait()
             try:

@@ -1,16 +1,15 @@
 """From the metrics of finished steps to metrics.jsonl, TensorBoard, the log line and the progress bar."""
 
+import contextlib
 import math
-import pathlib
 import time
 from collections.abc import Callable
 
 import jax
 from tqdm import tqdm
 
-from siamese_jax.checkpoint import available_steps
+from siamese_jax.checkpoint import Checkpoints
 from siamese_jax.errors import FaultError
-from siamese_jax.run_folder import CHECKPOINTS
 from siamese_jax.training.hardware import device_peak_flops
 from siamese_jax.training.metrics import MetricWriter, Throughput, format_line
 from siamese_jax.training.parts import Parts, token_flops
@@ -22,7 +21,9 @@ SECONDS_BETWEEN_LINES = 10.0
 class Recorder:
     """Fetches the metrics of finished steps, checks that they are finite, and writes and shows them."""
 
-    def __init__(self, parts: Parts, workdir: str, start: int, say: Callable, found: Start):
+    def __init__(
+        self, parts: Parts, workdir: str, start: int, say: Callable, found: Start, checkpoints: Checkpoints
+    ):
         config = parts.config
         self.steps, self.every = config.training.steps, config.logging.every
         peak, self.peak_source = device_peak_flops(parts.model_config.dtype)
@@ -35,7 +36,7 @@ class Recorder:
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
         self.say, self.start, self.last_line = say, start, -math.inf
         self.last_finite, self.owed = found.metrics, found.owed
-        self.checkpoints = pathlib.Path(workdir) / CHECKPOINTS
+        self.checkpoints = checkpoints
 
     def __enter__(self):
         return self
@@ -84,7 +85,9 @@ class Recorder:
     def _not_finite(self, step: int, host: dict) -> str:
         names = ", ".join(f"{name} {value}" for name, value in host.items() if not math.isfinite(value))
         last = ", ".join(f"{name} {value:.6g}" for name, value in self.last_finite.items()) or "none"
-        steps = available_steps(self.checkpoints)
+        with contextlib.suppress(FaultError):
+            self.checkpoints.wait()  # one may be on its way to the disk
+        steps = self.checkpoints.steps()
         back = f"checkpoint {steps[-1]} is the one to return to" if steps else "there is no checkpoint yet"
         return (
             f"training stopped at step {step}: {names}; last finite metrics: {last}; {back}; "
