@@ -142,13 +142,13 @@ def _quiet_logging() -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
     absl_logging.get_absl_handler().setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("tensorboardX").setLevel(logging.ERROR)  # of NaN it warns once a number
-    sys.excepthook = _show_exception
+    sys.unraisablehook = _show_unraisable
 
 
-def _show_exception(kind, error, trace) -> None:
+def _show_unraisable(unraisable) -> None:
     """Silences TensorStore, which shouts from its threads after a failed save; FaultError tells what failed."""
-    if "Event loop is closed" not in str(error):
-        sys.__excepthook__(kind, error, trace)
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
 
 
 def _ending(main: Callable[[], None]) -> int:

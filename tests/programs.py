@@ -215,6 +215,9 @@ def _become(order: dict) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     if order["limit"]:
+        import jax
+
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # no half of an entry in the cache
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["limit"], order["limit"]))
     sys.argv = [order["program"], *order["argv"]]
     runpy.run_path(order["program"], run_name="__main__")

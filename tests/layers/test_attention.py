@@ -172,7 +172,7 @@ def test_choice_of_implementation(wanted, platform, dtype, head_dim, masked, cho
 
 def test_the_choice_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(attention, "_logged", set())
-    with caplog.at_level("INFO", logger="siamese_jax"):
+    with caplog.at_level("DEBUG", logger="siamese_jax"):
         for _ in range(3):
             choose_implementation("auto", "tpu", "bfloat16", 128, False)
     (record,) = caplog.records
