@@ -6,9 +6,11 @@ A configuration file starts from `base_config()` and changes values; it cannot a
 import dataclasses
 import difflib
 import json
+import math
 import typing
 from collections.abc import Mapping
 
+import jax
 import ml_collections
 from ml_collections import config_dict
 
@@ -136,6 +138,13 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     for key, least in at_least.items():
         if not values[key] >= least:  # NaN too
             raise InputError(f"{key} is {values[key]}: it must be at least {least}")
+    for key in ("model.init_std", "model.norm_epsilon", "model.rope_theta"):
+        if not values[key] > 0:
+            raise InputError(f"{key} is {values[key]}: it must be above 0")
+    if not math.isfinite(config.schedule.peak):
+        raise InputError(f"schedule.peak is {config.schedule.peak}: it must be finite")
+    if "float64" in (config.model.dtype, config.model.stream_dtype) and not jax.config.jax_enable_x64:
+        raise InputError("model.dtype or model.stream_dtype is float64: jax has it only with JAX_ENABLE_X64=1 set")
     if not 0 < config.data.validation_fraction < 1:
         raise InputError(
             f"data.validation_fraction is {config.data.validation_fraction}: it must lie between 0 and 1"

@@ -38,6 +38,9 @@ def refused(place, tmp_path):
 
 
 OVERRIDES = [
+    ("model.norm_epsilon=0", ("model.norm_epsilon is 0.0", "above 0")),
+    ("schedule.peak=inf", ("schedule.peak is inf", "finite")),
+    ("model.dtype=float64", ("float64", "JAX_ENABLE_X64=1")),
     ("model.widht=3", ("'model.widht'", "nearest: model.width")),
     ("modle.width=3", ("'modle.width'", "nearest: model.width")),
     ("model.residual_options.attn_nrm=True", ("attn_nrm", "nearest: model.residual_options.attn_norm")),

@@ -104,7 +104,10 @@ def one_line(fault):
     while isinstance(fault, BaseExceptionGroup):
         fault = fault.exceptions[0]
     text = " ".join(str(fault).split())
-    return text if isinstance(fault, Broken) else f"{type(fault).__name__}: {text}"[:200]
+    if isinstance(fault, Broken):
+        return text
+    text = f"{type(fault).__name__}: {text}"
+    return text if len(text) <= 240 else f"{text[:120]} ... {text[-110:]}"  # the cause may stand at either end
 
 
 def spell(steps):

@@ -18,7 +18,7 @@ def make_mesh(config_mesh, batch_size: int, accumulation: int) -> Mesh:
     wanted = available if config_mesh.data == -1 else config_mesh.data
     if not 1 <= wanted <= available:
         raise InputError(
-            f"mesh.data is {config_mesh.data}, but there are {available} devices: use 1 to {available} or -1"
+            f"mesh.data is {config_mesh.data}, but jax has {available} device(s): use 1 to {available} or -1"
         )
     micro = batch_size // accumulation
     if micro % wanted:

@@ -12,7 +12,9 @@ import os
 import time
 
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
 
 from siamese_jax.errors import FaultError, InputError
 
@@ -27,11 +29,13 @@ class MetricWriter:
 
     def __init__(self, workdir: str | os.PathLike, resume_step: int = 0):
         self.path = os.path.join(workdir, "metrics.jsonl")
-        os.makedirs(workdir, exist_ok=True)
-        self._last_step = _cut_after(self.path, resume_step)
-        self._file = open(self.path, "a", encoding="utf-8")
-        # TensorBoard hides the events that the killed run wrote from this step on.
-        self._board = SummaryWriter(str(workdir), purge_step=resume_step + 1 if resume_step > 0 else 0)
+        try:
+            os.makedirs(workdir, exist_ok=True)
+            self._last_step = _cut_after(self.path, resume_step)
+            self._file = open(self.path, "a", encoding="utf-8")
+            self._board = Board(workdir, resume_step + 1 if resume_step > 0 else 0)
+        except OSError as error:
+            raise FaultError(f"cannot write {self.path}: {error.strerror}") from error
 
     def write(self, step: int, metrics: dict) -> None:
         """Appends the line of a step: {name: host number}, all that belongs to the step at once."""
@@ -41,8 +45,7 @@ class MetricWriter:
         try:
             self._file.write(_to_line({"step": int(step), **values}))
             self._file.flush()
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            self._board.write(step, values)
         except OSError as error:
             raise FaultError(f"cannot write {self.path} at step {step}: {error.strerror}") from error
         self._last_step = step
@@ -50,6 +53,33 @@ class MetricWriter:
     def close(self):
         self._file.close()
         self._board.close()
+
+
+class Board:
+    """TensorBoard events, written before `write` returns.
+
+    tensorboardX's SummaryWriter writes from a thread: on a full disk that dies and the next call waits for ever.
+
+    Args:
+        first_step: TensorBoard hides the events that a killed run wrote from this step on.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, first_step: int):
+        self._events = EventsWriter(os.path.join(workdir, "events"), f".{os.getpid()}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._events.flush()
+
+    def write(self, step: int, values: dict) -> None:
+        """One event for each value of the step; OSError where the disk does not take it."""
+        for name, value in values.items():
+            summary = scalar(name, value)
+            self._events.write_event(event_pb2.Event(wall_time=time.time(), step=int(step), summary=summary))
+        self._events.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._events.close()
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -195,3 +197,25 @@ def test_format_duration(seconds, text):
 )
 def test_format_count(value, text):
     assert metrics.format_count(value) == text
+
+
+FULL_DISK = """
+import resource, signal, sys
+from siamese_jax.errors import FaultError
+from siamese_jax.training.metrics import MetricWriter
+writer = MetricWriter(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    for step in range(1, 1000):
+        writer.write(step, {"loss": 1.0})
+except FaultError as fault:
+    print(fault)
+"""
+
+
+def test_a_full_disk_is_told_and_does_not_hang(tmp_path):
+    """The events are longer than the lines, so they meet the limit first."""
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("cannot write ") and "File too large" in done.stdout, done
