@@ -33,6 +33,7 @@ flags.DEFINE_enum("split", None, SPLITS, "Part of the data: validation, or all w
 flags.DEFINE_multi_string(
     "data.source", [], "File, folder or glob to evaluate on; may be repeated or a list by commas."
 )
+flags.DEFINE_string("data.field", None, "Field of the text in .jsonl and .parquet; the run's own unless given.")
 flags.DEFINE_string("data.cache_dir", None, "Folder for tokenised data; the run's own unless given.")
 flags.DEFINE_integer("batch_size", None, "Windows at a time; eval.batch_size of the run unless given.")
 flags.DEFINE_integer("max_windows", 0, "Only the first so many windows; 0 = all.")
@@ -45,6 +46,7 @@ def main() -> None:
     result = evaluate_run(
         workdir, step=given.step, split=given.split, sources=given["data.source"].value,
         batch_size=given.batch_size, max_windows=given.max_windows, cache_dir=given["data.cache_dir"].value,
+        field=given["data.field"].value,
         say=program.say,
     )  # fmt: skip
     if given.json:

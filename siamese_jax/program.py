@@ -111,8 +111,8 @@ def _parse(arguments: Sequence[str]) -> list[str]:
         print(sys.modules["__main__"].__doc__.strip(), end="\n\n")
         print(FLAGS.main_module_help())
         sys.exit(OK)
+    _check_config_files(arguments[1:])  # first: a file may bring a scheme with options of its own
     _check_overrides(arguments[1:])
-    _check_config_files(arguments[1:])
     try:
         rest = FLAGS(list(arguments))
     except flags.Error as error:

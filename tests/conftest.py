@@ -1,4 +1,4 @@
-"""Every test runs on the CPU, whatever the machine has, and rank promotion in numpy style is an error."""
+"""Every test runs on the CPU, whatever the machine has."""
 
 import os
 

@@ -100,11 +100,13 @@ def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], 
     return Weights(params, found_step, str(run.checkpoints / str(found_step)), averaged)
 
 
-def open_store(run: OpenRun, split: str, source: str | None = None, cache_dir: str | None = None) -> TokenStore:
+def open_store(
+    run: OpenRun, split: str, source: str | None = None, cache_dir: str | None = None, field: str | None = None
+) -> TokenStore:
     """The token store of a split of the run's own data, or of another source, in the run's tokens."""
     data = run.config.data
     store = prepare_store(
-        data.source if source is None else source, split, tokenizer=run.tokenizer, field=data.field,
+        data.source if source is None else source, split, tokenizer=run.tokenizer, field=field or data.field,
         cache_dir=data.cache_dir if cache_dir is None else cache_dir,
         validation_source=data.validation_source if source is None else "",
         validation_fraction=data.validation_fraction,
@@ -122,6 +124,7 @@ def evaluate_run(
     batch_size: int | None = None,
     max_windows: int = 0,
     cache_dir: str | None = None,
+    field: str | None = None,
     say: Callable[[str], None] = print,
 ) -> dict:
     """The result of eval.py as one dict that JSON can hold; its 'total' and 'sources' hold the figures.
@@ -130,7 +133,7 @@ def evaluate_run(
         step: of the checkpoint; None = the newest sound one.
         split: None = 'validation' of the run's own data, 'all' of given sources.
         sources: files, folders, globs, lists of these by commas; none = the run's own data.
-        batch_size, cache_dir: None = that of the run.
+        batch_size, cache_dir, field: None = that of the run.
         max_windows: only the first so many (0 = all).
     """
     for name, value, least in (("batch_size", batch_size, 1), ("max_windows", max_windows, 0)):
@@ -139,7 +142,7 @@ def evaluate_run(
     run = open_run(workdir, step)
     source = ",".join(sources) if sources else None
     split = split or ("all" if sources else "validation")
-    store = open_store(run, split, source, cache_dir)
+    store = open_store(run, split, source, cache_dir, field)
     evaluator = Evaluator(
         run.model, store, run.mesh, length=run.config.data.length,
         batch_size=run.config.eval.batch_size if batch_size is None else batch_size,

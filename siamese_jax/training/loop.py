@@ -40,8 +40,8 @@ def train(
     make_evaluator(model, store, mesh, length=, batch_size=, ...) and sample(model, params, tokenizer, prompt,
     ...) come from the evaluation room, which training does not import.
     """
+    parts = build(config, workdir)  # before signals wait: a long tokenisation is worth nothing half done
     with StopRequest() as stop:
-        parts = build(config, workdir)
         summary = read_summary(workdir)
         if summary is not None:
             return summary | {"status": "complete already"}
@@ -93,7 +93,7 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
     """The loop: (state, updates done). The metrics of a step are fetched when the next one runs already."""
     config, num_steps = parts.config, parts.config.training.steps
     pending, done, saved = None, start, start
-    watch = jax.jit(make_stream_watch(parts.model))
+    watch = jax.jit(make_stream_watch(parts.model, config.training.accumulation))
     train_step = None
 
     def settle():

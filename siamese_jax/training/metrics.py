@@ -37,6 +37,11 @@ class MetricWriter:
         except OSError as error:
             raise FaultError(f"cannot write {self.path}: {error.strerror}") from error
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last line; -1 where there is none."""
+        return self._last_step
+
     def write(self, step: int, metrics: dict) -> None:
         """Appends the line of a step: {name: host number}, all that belongs to the step at once."""
         if step <= self._last_step:

@@ -11,6 +11,7 @@ from siamese_jax.config import check_config, flat_items, language_config, resolv
 from siamese_jax.data.loader import WindowLoader, check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
+from siamese_jax.errors import InputError
 from siamese_jax.layers.attention import choose_implementation
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.initialize import count_parameters, parameter_shapes
@@ -60,6 +61,8 @@ def build(config: ml_collections.ConfigDict, workdir: str) -> Parts:
     check_config(config)
     check_run_folder(workdir, config)
     model_config = language_config(config)
+    if model_config.attention == "cudnn" and target_platform() != "gpu":
+        raise InputError(f"model.attention is cudnn, which needs a GPU, not {target_platform()}: set it to auto")
     tokenizer, (train_store, validation_store) = open_stores(config)
     loader = WindowLoader(
         train_store, config.data.length, config.training.batch_size, seed=config.seed,

@@ -66,8 +66,9 @@ class Recorder:
         self.bar.update(step - self.bar.n)
 
     def settle_debt(self, validation: dict) -> None:
-        """Writes the line that is owed, its validation made up for."""
-        self._write(self.start, {**self.owed, **validation})
+        """Writes the line that is owed, its validation made up for; once, however often it is made up for."""
+        if self.writer.last_step < self.start:  # a start killed before its first save leaves the line behind
+            self._write(self.start, {**self.owed, **validation})
         self.owed = None
 
     def _write(self, step: int, line: dict) -> None:

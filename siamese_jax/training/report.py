@@ -42,10 +42,11 @@ def _with_workdir(command: Sequence[str], workdir: str) -> str:
     """The same command in another folder, starting from the weights of this one."""
     kept, skip = [], False
     for word in command:
-        if skip or word.lstrip("-").startswith(("workdir=", "config.training.init_from")):
+        flag, has_value, _ = word.lstrip("-").partition("=")
+        if skip:
             skip = False
-        elif word.lstrip("-") == "workdir":
-            skip = True
+        elif flag in ("workdir", "config.training.init_from"):
+            skip = not has_value
         else:
             kept.append(word)
     added = [f"--workdir={workdir.rstrip('/')}-2", f"--config.training.init_from={workdir}"]

@@ -80,13 +80,14 @@ def make_train_step(
     return train_step
 
 
-def make_stream_watch(model: LanguageModel) -> Callable[[dict, Batch], dict[str, jax.Array]]:
-    """(params, batch) -> {stream: RMS [N] after each layer}, a forward pass of its own."""
+def make_stream_watch(model: LanguageModel, num_parts: int = 1) -> Callable[[dict, Batch], dict[str, jax.Array]]:
+    """(params, batch) -> {stream: RMS [N] after each layer}: a forward pass of one micro-batch of `num_parts`."""
 
     def rms(streams):
         return {name: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) for name, x in streams.items()}
 
     def watch(params, batch: Batch):
+        batch = {name: rows[::num_parts] for name, rows in batch.items()}
         options = document_options(batch)
         _, seen = model.apply({"params": params}, batch["inputs"], watch=rms, method="hidden", **options)
         segments = seen if isinstance(seen, list) else [seen]
