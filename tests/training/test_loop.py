@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import jax
@@ -96,6 +97,19 @@ def test_a_signal_in_a_validation_is_heard_and_the_validation_made_up_for(place,
     again = run(interrupted_after(1, number))  # in the very validation that is made up for
     assert (again["status"], again["step"]) == ("stopped", 20)
     assert [line["step"] for line in records(run.workdir)] == list(range(1, 20))
+    assert run()["status"] == "complete"
+    assert_undisturbed(run, place)
+
+
+def test_a_debt_that_was_settled_before_a_kill_is_not_settled_twice(place, run, tmp_path):
+    """The line is in metrics.jsonl, but the newest checkpoint still says that it is owed."""
+    run(interrupted_after(2, signal.SIGTERM))
+    checkpoints = run.workdir / "checkpoints"
+    shutil.copytree(checkpoints, tmp_path / "kept")
+    assert run()["status"] == "complete"
+    shutil.rmtree(checkpoints)
+    shutil.copytree(tmp_path / "kept", checkpoints)
+    (run.workdir / "summary.json").unlink()
     assert run()["status"] == "complete"
     assert_undisturbed(run, place)
 
