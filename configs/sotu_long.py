@@ -1,4 +1,4 @@
-"""The quickstart's task with a larger model for longer: well below bzip2 -9 (2.05 bits per byte) in half an hour.
+"""The quickstart's task with a larger model for longer: below bzip2 -9 (2.05 bits per byte) in 15 to 30 minutes.
 
     python train.py --config=configs/sotu_long.py --workdir=runs/sotu_long
 
