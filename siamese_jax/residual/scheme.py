@@ -152,12 +152,8 @@ def make_segments(
     found = _find(name)
     resolved = resolve_options(name, options or {})
     if isinstance(found, type):
-        return ((_factory(found, num_layers, norm, resolved), num_layers),)
+        return ((SchemeFactory(found, num_layers, norm, tuple(sorted(resolved.items()))), num_layers),)
     return tuple((factory, count) for factory, count in found(num_layers, norm, **resolved) if count)
-
-
-def _factory(scheme: type[Residual], num_layers: int, norm: Callable, options: Mapping) -> Callable[[], Residual]:
-    return SchemeFactory(scheme, num_layers, norm, tuple(sorted(options.items())))
 
 
 @dataclasses.dataclass(frozen=True)
