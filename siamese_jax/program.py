@@ -3,6 +3,7 @@
 0 done · 2 a wrong configuration or input, one line on stderr · 1 a fault, one line · 130 interrupted.
 """
 
+import functools
 import logging
 import os
 import pathlib
@@ -106,7 +107,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _parse(arguments: Sequence[str]) -> list[str]:
+def _parse(arguments: Sequence[str], takes_files: bool) -> list[str]:
+    """Sets the flags; returns the arguments that are none, if the program takes files."""
     if {"--help", "-h", "-help", "--helpfull"} & set(arguments[1:]):
         print(sys.modules["__main__"].__doc__.strip(), end="\n\n")
         print(FLAGS.main_module_help())
@@ -117,9 +119,9 @@ def _parse(arguments: Sequence[str]) -> list[str]:
         rest = FLAGS(list(arguments))
     except flags.Error as error:
         raise InputError(f"{_one_line(error)} (see --help)") from error
-    if len(rest) > 1:
+    if len(rest) > 1 and not takes_files:
         raise InputError(f"unknown argument {rest[1]!r}: every option starts with -- (see --help)")
-    return rest
+    return rest[1:]
 
 
 def _one_line(error: Exception) -> str:
@@ -128,10 +130,15 @@ def _one_line(error: Exception) -> str:
     return text[1:-1] if quoted else text
 
 
-def run(main: Callable[[], None]) -> None:
-    """Parses the flags, runs main() and exits with the code that its ending deserves."""
+def run(main: Callable[..., None], takes_files: bool = False) -> None:
+    """Parses the flags, runs main() and exits with the code that its ending deserves.
+
+    A program that takes files gets the arguments that are no flags: main(files).
+    """
     try:
-        _parse(sys.argv)
+        files = _parse(sys.argv, takes_files)
+        if takes_files:
+            main = functools.partial(main, files)
         app.run(lambda _: _ending(main), argv=sys.argv[:1], flags_parser=lambda argv: argv)
     except InputError as error:
         _leave(f"error: {error}", WRONG_INPUT)

@@ -55,14 +55,15 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with a learned gain `scale` [D] and, by option, a learned `bias` [D]."""
+    """LayerNorm, by option with a learned gain `scale` [D] and a learned `bias` [D]."""
 
     epsilon: float = 1e-6
+    use_scale: bool = True
     use_bias: bool = True
 
     @nn.compact
     def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32) if self.use_scale else None
         bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], jnp.float32) if self.use_bias else None
         return layer_norm(x, scale, bias, self.epsilon)
 
@@ -71,6 +72,7 @@ NORMS = {
     "rms": RMSNorm,
     "layer": LayerNorm,
     "layer_no_bias": functools.partial(LayerNorm, use_bias=False),
+    "layer_plain": functools.partial(LayerNorm, use_scale=False, use_bias=False),
 }
 
 

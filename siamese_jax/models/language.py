@@ -32,6 +32,7 @@ class LanguageConfig:
 
     residual: str = "siamese_hybrid"
     residual_options: tuple[tuple[str, Any], ...] = ()
+    residual_overrides: str = ""  # of single layers: "{0: {'attn_norm': True}, (2, 3): {...}}"
     num_layers: int = 4
     width: int = 256
     num_heads: int = 4
@@ -77,7 +78,9 @@ class LanguageConfig:
     def segments(self) -> Segments:
         """The stack's residual schemes with their numbers of layers."""
         norm = norm_factory(self.norm, self.norm_epsilon)
-        return make_segments(self.residual, self.num_layers, norm, dict(self.residual_options))
+        return make_segments(
+            self.residual, self.num_layers, norm, dict(self.residual_options), self.residual_overrides
+        )
 
 
 def _one_of(config: LanguageConfig, field: str, choices) -> None:

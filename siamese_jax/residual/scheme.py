@@ -4,8 +4,10 @@ A scheme decides where normalisation sits and what the residual streams are. It 
 MLPs or models: a branch is any callable [B, L, D] -> [B, L, D]. Legend: B batch, L length, D width.
 """
 
+import ast
 import dataclasses
 import difflib
+import itertools
 import typing
 from collections.abc import Callable, Mapping
 
@@ -32,6 +34,8 @@ class Residual(nn.Module):
     norm: Callable[..., nn.Module] = RMSNorm
 
     stream_names: typing.ClassVar[tuple[str, ...]] = ("stream",)
+    # Options that `open` and `close` read: a single layer cannot have its own.
+    model_options: typing.ClassVar[tuple[str, ...]] = ()
 
     def optional_norm(self, wanted: bool) -> Callable[[Array], Array]:
         """A norm module, or no norm."""
@@ -145,15 +149,51 @@ def resolve_options(name: str, options: Mapping[str, typing.Any]) -> dict[str, t
     return {option: given.get(option, default) for option, (_, default) in known.items()}
 
 
+def parse_overrides(name: str, num_layers: int, text: str) -> dict[int, dict[str, typing.Any]]:
+    """{layer: {option: value}} of "{0: {'attn_norm': True}, (2, 3): {...}}"; InputError where it is not that."""
+    where = f"model.residual_overrides {text!r}"
+    try:
+        given = ast.literal_eval(text) if text.strip() else {}
+        rows = [(layers if isinstance(layers, tuple) else (layers,), dict(row)) for layers, row in given.items()]
+    except (ValueError, SyntaxError, TypeError, AttributeError) as error:
+        raise InputError(f"{where} is not of the form {{0: {{'option': value}}, (2, 3): {{...}}}}") from error
+    found = _find(name)
+    if rows and not isinstance(found, type):
+        raise InputError(f"{where}: the composite scheme {name!r} has layers of its own; override a plain scheme")
+    overrides: dict[int, dict[str, typing.Any]] = {}
+    for layers, row in rows:
+        resolve_options(name, row)  # checks names and values
+        for option in row.keys() & set(found.model_options):
+            raise InputError(f"{where}: {option} belongs to the whole model; set it in model.residual_options")
+        for layer in layers:
+            if type(layer) is not int or not 0 <= layer < num_layers:
+                raise InputError(f"{where}: there is no layer {layer!r}; layers are 0 to {num_layers - 1}")
+            overrides.setdefault(layer, {}).update((k, v) for k, v in row.items() if v is not None)
+    return overrides
+
+
 def make_segments(
-    name: str, num_layers: int, norm: Callable[..., nn.Module] = RMSNorm, options: Mapping | None = None
+    name: str,
+    num_layers: int,
+    norm: Callable[..., nn.Module] = RMSNorm,
+    options: Mapping | None = None,
+    overrides: str = "",
 ) -> Segments:
-    """((scheme factory, number of layers), ...) of a whole stack; one segment unless the scheme is a composite."""
+    """((scheme factory, number of layers), ...) of a whole stack.
+
+    One segment, unless the scheme is a composite or some layers have options of their own (`overrides`, see
+    `parse_overrides`): then one for every run of equal layers.
+    """
     found = _find(name)
     resolved = resolve_options(name, options or {})
-    if isinstance(found, type):
-        return ((SchemeFactory(found, num_layers, norm, tuple(sorted(resolved.items()))), num_layers),)
-    return tuple((factory, count) for factory, count in found(num_layers, norm, **resolved) if count)
+    own = parse_overrides(name, num_layers, overrides)
+    if not isinstance(found, type):
+        return tuple((factory, count) for factory, count in found(num_layers, norm, **resolved) if count)
+    layers = [
+        SchemeFactory(found, num_layers, norm, tuple(sorted((resolved | own.get(i, {})).items())))
+        for i in range(num_layers)
+    ]
+    return tuple((factory, len(list(equal))) for factory, equal in itertools.groupby(layers))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,6 +92,8 @@ class Peri(Residual):
 
     embedding_norm: bool = True
 
+    model_options = ("embedding_norm",)
+
     def setup(self):
         self.embedding = self.optional_norm(self.embedding_norm)
         self.attention_norm, self.attention_out_norm = self.norm(), self.norm()

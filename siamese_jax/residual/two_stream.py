@@ -63,6 +63,8 @@ class Siamese(TwoStream):
     final_norm: bool = True
     post_norm: Literal["read", "write"] = "read"
 
+    model_options = ("final_norm", "post_norm")
+
     def setup(self):
         self.attention_post, self.attention_pre, self.mlp_post, self.mlp_pre = (self.norm() for _ in range(4))
         self.attention_input = self.optional_norm(self.input_norm)
@@ -125,6 +127,8 @@ class SiameseHybrid(TwoStream):
     attn_residual_after_norm: bool = False
     ffn_norm: bool = True
     ffn_residual_after_norm: bool = True
+
+    model_options = ("final_norm",)
 
     def setup(self):
         self.attention_post = self.norm() if self.attn_norm else Mix()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from siamese_jax.interop.reference_names import from_reference, language_config
+from siamese_jax.interop.reference import from_reference, language_config, shapes_of
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageModel
 
@@ -39,7 +39,7 @@ def load(case: str, dtype: str):
     """(file, configuration, parameters) of a golden case."""
     golden = np.load(GOLDEN / f"{case}.npz")
     weights = {name[6:]: golden[name] for name in golden.files if name.startswith("param/")}
-    config = language_config(json.loads(str(golden["config"])), weights)
+    config = language_config(json.loads(str(golden["config"])), shapes_of(weights))
     config = dataclasses.replace(config, dtype=dtype, loss_slice=7)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), from_reference(weights, config))
     return golden, config, params

@@ -65,10 +65,10 @@ class Chain(nn.Module):
         return self.residual.close(streams)
 
 
-def make_chain(scheme, seed=1, norm=None, **options):
+def make_chain(scheme, seed=1, norm=None, overrides="", **options):
     """(module, {path: random float64 array}) of a scheme; gains lie around 1 and differ everywhere."""
     norm = {} if norm is None else {"norm": norm}
-    chain = Chain(make_segments(scheme, NUM_LAYERS, options=options, **norm))
+    chain = Chain(make_segments(scheme, NUM_LAYERS, options=options, overrides=overrides, **norm))
     shapes = jax.eval_shape(chain.init, jax.random.key(0), jnp.zeros((BATCH, LENGTH, WIDTH)))["params"]
     random = np.random.default_rng(seed)
     flat = flax.traverse_util.flatten_dict(shapes, sep="/")

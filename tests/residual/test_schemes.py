@@ -4,6 +4,7 @@ Outputs are compared directly, gradients by central differences of the numpy ver
 siamese_jax.residual.functional is used here.
 """
 
+import ast
 import itertools
 import typing
 
@@ -22,10 +23,23 @@ SCALES = {
     "subblock": lambda i, k: 1 / np.sqrt(2 * i + k + 1),
     "none": lambda i, k: 1.0,
 }
+# Where the hybrid schemes normalise, unless told otherwise.
+PLACES = {
+    "attn_norm": False,
+    "attn_residual_after_norm": False,
+    "ffn_norm": True,
+    "ffn_residual_after_norm": True,
+}
 
 
 def rms(h, g):
     return g * h / np.sqrt(np.mean(h * h, axis=-1, keepdims=True) + EPSILON)
+
+
+def of_layer(overrides, i):
+    """The options that one layer alone has."""
+    rows = ast.literal_eval(overrides).items()
+    return dict(pair for layers, row in rows if i in np.atleast_1d(layers) for pair in row.items())
 
 
 class Equations:
@@ -65,19 +79,13 @@ class Equations:
                 x, r = rms(x + update, self.g(name, i)), r + update
         return x + rms(r, self.g("final_pre"))
 
-    def hybrid(
-        self,
-        x,
-        attn_norm=False,
-        attn_residual_after_norm=False,
-        ffn_norm=True,
-        ffn_residual_after_norm=True,
-    ):
+    def hybrid(self, x, overrides="{}", **options):
         for i in range(self.N):
-            read = rms(x, self.g("attention_norm", i)) if attn_norm else x
-            y = (read if attn_residual_after_norm else x) + self.attn(read)
-            read = rms(y, self.g("mlp_norm", i)) if ffn_norm else y
-            x = (read if ffn_residual_after_norm else y) + self.mlp(read)
+            o = PLACES | options | of_layer(overrides, i)
+            read = rms(x, self.g("attention_norm", i)) if o["attn_norm"] else x
+            y = (read if o["attn_residual_after_norm"] else x) + self.attn(read)
+            read = rms(y, self.g("mlp_norm", i)) if o["ffn_norm"] else y
+            x = (read if o["ffn_residual_after_norm"] else y) + self.mlp(read)
         return rms(x, self.g("final"))
 
     def hybrid_star(self, x):
@@ -137,28 +145,20 @@ class Equations:
         out = x + rms(y, self.g("final_pre"))
         return rms(out, self.g("final")) if final_norm else out
 
-    def siamese_hybrid(
-        self,
-        h,
-        depth_scale="layer2",
-        input_norm=True,
-        final_norm=True,
-        attn_norm=False,
-        attn_residual_after_norm=False,
-        ffn_norm=True,
-        ffn_residual_after_norm=True,
-    ):
+    def siamese_hybrid(self, h, overrides="{}", final_norm=True, **options):
         x, y = h, h
         for i in range(self.N):
-            mixed = rms(x, self.g("attention_post", i)) if attn_norm else self.g("attention_post", i) * x
+            o = PLACES | {"depth_scale": "layer2", "input_norm": True} | options | of_layer(overrides, i)
+            scale = SCALES[o["depth_scale"]]
+            mixed = rms(x, self.g("attention_post", i)) if o["attn_norm"] else self.g("attention_post", i) * x
             update = self.attn(mixed + rms(y, self.g("attention_pre", i)))
-            x = mixed if attn_norm and attn_residual_after_norm else x
-            x, y = x + SCALES[depth_scale](i, 0) * update, y + update
-            normed = rms(x, self.g("mlp_post", i)) if ffn_norm else x
+            x = mixed if o["attn_norm"] and o["attn_residual_after_norm"] else x
+            x, y = x + scale(i, 0) * update, y + update
+            normed = rms(x, self.g("mlp_post", i)) if o["ffn_norm"] else x
             read = normed + rms(y, self.g("mlp_pre", i))
-            update = self.mlp(rms(read, self.g("mlp_input", i)) if input_norm else read)
-            x = normed if ffn_residual_after_norm else x
-            x, y = x + SCALES[depth_scale](i, 1) * update, y + update
+            update = self.mlp(rms(read, self.g("mlp_input", i)) if o["input_norm"] else read)
+            x = normed if o["ffn_residual_after_norm"] else x
+            x, y = x + scale(i, 1) * update, y + update
         out = rms(x, self.g("final_post")) + rms(y, self.g("final_pre"))
         return rms(out, self.g("final")) if final_norm else out
 
@@ -194,7 +194,14 @@ def cases():
     ]
     mixes = [("mix", {"post_fraction": a}) for a in (0.0, 0.25, 0.34, 0.7, 1)]
     rest = [*every("peri", "embedding_norm"), *every("hybrid", *norms), *every("siamese_hybrid", *norms)]
-    return plain + scales + siamese + mixes + rest + every("siamese_hybrid", *ends)
+    star = "{0: {'attn_norm': True, 'ffn_residual_after_norm': False}}"
+    own = "{1: {'ffn_norm': False}, (0, 2): {'attn_norm': True, 'attn_residual_after_norm': True}}"
+    deep = (
+        "siamese_hybrid",
+        {"overrides": "{1: {'depth_scale': 'none', 'input_norm': False}}", "final_norm": False},
+    )
+    overrides = [(scheme, {"overrides": text}) for scheme in ("hybrid", "siamese_hybrid") for text in (star, own)]
+    return plain + scales + siamese + mixes + rest + every("siamese_hybrid", *ends) + [*overrides, deep]
 
 
 def name_of(case):
@@ -243,6 +250,41 @@ def test_every_value_of_every_option_is_tested():
         for option, (kind, default) in scheme_options(scheme).items():
             choices = {False, True} if kind is bool else set(typing.get_args(kind)) or {default, 1}
             assert choices <= tested[scheme, option], (scheme, option)
+
+
+def test_overrides_make_a_segment_of_every_run_of_equal_layers():
+    def counts(text, options=None):
+        return [count for _, count in make_segments("hybrid", 6, options=options, overrides=text)]
+
+    assert counts("") == counts("{}") == counts("{0: {'attn_norm': False}}") == [6]
+    assert counts("{0: {'attn_norm': True}}") == [1, 5]
+    assert counts("{(0, 1, 5): {'attn_norm': True}, 1: {'ffn_norm': False}}") == [1, 1, 3, 1]
+    assert counts("{0: {'attn_norm': None}}", {"attn_norm": True}) == [6]
+    star = make_segments("hybrid", 6, overrides="{0: {'attn_norm': True, 'ffn_residual_after_norm': False}}")
+    for (ours, count), (named, named_count) in zip(star, make_segments("hybrid_star", 6), strict=True):
+        assert count == named_count
+        assert resolve_options("hybrid", dict(named.options)) == dict(ours.options)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text", "words"),
+    [
+        ("hybrid", "0:attn_norm", ("'0:attn_norm'", "{0: {'option': value}")),
+        ("hybrid", "[1]", ("'[1]'",)),
+        ("hybrid", "{0: 5}", ("{0: 5}",)),
+        ("hybrid", "{6: {'attn_norm': True}}", ("layer 6", "0 to 5")),
+        ("hybrid", "{True: {'attn_norm': True}}", ("layer True",)),
+        ("hybrid", "{0: {'atn_norm': True}}", ("'atn_norm'", "attn_norm")),
+        ("hybrid", "{0: {'attn_norm': 'yes'}}", ("'yes'", "bool")),
+        ("siamese_hybrid", "{0: {'final_norm': False}}", ("final_norm", "model.residual_options")),
+        ("siamese", "{0: {'post_norm': 'write'}}", ("post_norm", "model.residual_options")),
+        ("mix", "{0: {'post_fraction': 0.5}}", ("composite", "'mix'")),
+    ],
+)
+def test_wrong_overrides_end_in_one_line(scheme, text, words):
+    with pytest.raises(InputError) as caught:
+        make_segments(scheme, 6, overrides=text)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
 def test_deepnorm_starts_its_branches_smaller():
