@@ -281,8 +281,9 @@ def reference_config(config: LanguageConfig, base: Mapping[str, Any] | None = No
         reference.pop(key, None)
     if _needs_hybrid_code(config, scheme):
         reference |= {f"use_{name}_norm": getattr(config, f"{name}_norm") == "head" for name in BRANCH_NORMS}
-        common = _layer_options(factories[-1])
-        reference |= common | {"norm_pos_special_config": _format_special(common, factories)}
+        layers = [_layer_options(factory) for factory in factories]
+        common = max(layers, key=layers.count)
+        reference |= common | {"norm_pos_special_config": _format_special(common, layers)}
     return reference
 
 
@@ -304,11 +305,10 @@ def _layer_options(factory: SchemeFactory) -> dict[str, bool]:
     return {key: options[key] for key in OVERRIDES.values()}
 
 
-def _format_special(common: Mapping[str, bool], factories) -> str:
+def _format_special(common: Mapping[str, bool], layers: list[dict[str, bool]]) -> str:
     short = {option: key for key, option in OVERRIDES.items()}
     rows = {}
-    for i, factory in enumerate(factories):
-        own = _layer_options(factory)
+    for i, own in enumerate(layers):
         if own != common:
             rows[i] = {short[key]: value for key, value in own.items() if value != common[key]}
     return f"_{rows!r}_".replace(" ", "") if rows else ""
