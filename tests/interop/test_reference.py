@@ -173,7 +173,7 @@ def test_a_wrong_configuration_ends_in_one_line(change, words):
     ("change", "words"),
     [
         ({"residual": "siamese", "residual_options": ()}, ("'siamese'", "siamese_hybrid, hybrid")),
-        ({"residual": "mix", "residual_options": ()}, ("'mix'",)),
+        ({"residual": "mix", "residual_options": (), "num_layers": 4}, ("'mix'",)),
         ({"residual_options": (("depth_scale", "layer"),)}, ("depth_scale", "'layer'", "'layer2'")),
         ({"residual_overrides": "{1: {'input_norm': False}}"}, ("input_norm", "False")),
         ({"query_norm": "full", "key_norm": "full"}, ("full", "siamese_hybrid")),

@@ -1,0 +1,385 @@
+"""Converts language models between PyTorch checkpoints and run folders of this library, both ways, bit for bit.
+
+    python -m siamese_jax.interop.convert --from=CHECKPOINT --to=DIR
+    python -m siamese_jax.interop.convert --from=DIR --to=model.safetensors
+    python -m siamese_jax.interop.convert --from=DIR --to=EXPORT --layout=huggingface
+
+From PyTorch: CHECKPOINT is a .safetensors, .pt or .bin file, an index of several (model.safetensors.index.json),
+or a folder with one of them; its YAML or JSON configuration lies beside it (or --config_file names it). Read are
+  reference     OLMo v1, HybridNorm and SiameseNorm (hybrid-pre) as the reference code names them
+  huggingface   Llama, Qwen3, OLMo and OLMo 2 as transformers names them
+DIR becomes a run folder that eval.py takes, with a config.py for train.py. Weights are float32 there.
+
+To PyTorch: DIR is a run folder; its newest sound checkpoint is taken unless --step says otherwise, and the
+running average where the run keeps one. --to is a .safetensors file (configuration beside it, with the suffix
+.json) or a folder to make. The layout is that of the origin, or the reference's, unless --layout is given.
+
+Nothing that exists is written over, and what is written appears whole or not at all. .pt and .bin need PyTorch
+(pip install torch). Exit codes: 0 done, 2 wrong input, 1 anything else.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+import yaml
+from absl import flags
+from tqdm import tqdm
+
+from siamese_jax import __version__, program
+from siamese_jax.checkpoint import open_weights, write_weights
+from siamese_jax.config import base_config, language_config, resolved
+from siamese_jax.data.tokenizer import make_tokenizer
+from siamese_jax.errors import FaultError, InputError
+from siamese_jax.interop import huggingface, reference
+from siamese_jax.interop.layout import Layout, check_tensors
+from siamese_jax.interop.weights import SafetensorsWriter, open_weights_file
+from siamese_jax.models.initialize import parameter_shapes
+from siamese_jax.models.language import LanguageConfig, check_model
+from siamese_jax.run_folder import CHECKPOINTS, CONFIG, read_config, write_json
+
+LAYOUTS = {"reference": reference.layout, "huggingface": huggingface.layout}
+DTYPES = ("float32", "bfloat16", "float16")
+STEP = 0  # of a converted checkpoint: no update was done here
+
+flags.DEFINE_string("from", None, "PyTorch checkpoint (file, index or folder), or a run folder.")
+flags.DEFINE_string("to", None, "Run folder to make; or .safetensors file, or folder, to export to.")
+flags.DEFINE_string("config_file", None, "YAML or JSON configuration; the one beside the weights unless given.")
+flags.DEFINE_string(
+    "tokenizer", None, "From PyTorch: tokenizers JSON file, or bytes; a tokenizer.json beside the weights is found."
+)
+flags.DEFINE_bool(
+    "exclude_padding", False,
+    "From PyTorch: keep rows that only pad the vocabulary out of the softmax; PyTorch has them in it.",
+)  # fmt: skip
+flags.DEFINE_enum("layout", None, sorted(LAYOUTS), "To PyTorch: whose names; those of the origin unless given.")
+flags.DEFINE_enum("dtype", "float32", DTYPES, "To PyTorch: type of the weights.")
+flags.DEFINE_integer("step", None, "To PyTorch: step of the checkpoint; the newest sound one unless given.")
+program.define_json_flag()
+
+
+# ------------------------------------------------------------------------------ from PyTorch
+
+
+def read_foreign_config(weights: pathlib.Path, given: str | None) -> tuple[pathlib.Path, dict[str, Any]]:
+    """(file, model configuration) of a PyTorch checkpoint; of a training configuration, its `model` part."""
+    path = pathlib.Path(given) if given else _config_beside(weights)
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise InputError(f"there is no configuration file {path}") from error
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        raise InputError(
+            f"the configuration {path} cannot be read: {' '.join(str(error).split())[:150]}"
+        ) from error
+    if isinstance(found, dict) and isinstance(found.get("model"), dict):
+        found = found["model"]
+    if not isinstance(found, dict):
+        raise InputError(f"the configuration {path} is a {type(found).__name__}, not a table of keys")
+    return path, found
+
+
+def _config_beside(weights: pathlib.Path) -> pathlib.Path:
+    names = ["config.json", "config.yaml", "config.yml"]
+    folder = weights if weights.is_dir() else weights.parent
+    if not weights.is_dir():
+        names = [f"{weights.stem}{suffix}" for suffix in (".json", ".yaml", ".yml")] + names
+    for name in names:
+        if (folder / name).is_file() and folder / name != weights:
+            return folder / name
+    raise InputError(f"no configuration beside {weights} (looked for {', '.join(names)}): give --config_file")
+
+
+def foreign_model(
+    theirs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], exclude_padding: bool = False
+) -> tuple[str, LanguageConfig, Layout]:
+    """(name of the layout, our configuration, layout) of a PyTorch model; InputError where there is none here."""
+    if huggingface.is_huggingface(theirs):
+        name, model = "huggingface", huggingface.language_config(theirs)
+    else:
+        name, model = "reference", reference.language_config(theirs, shapes, exclude_padding)
+    check_model(model)
+    return name, model, LAYOUTS[name](model)
+
+
+def import_checkpoint(
+    source: str,
+    to: str,
+    *,
+    config_file: str | None = None,
+    tokenizer: str | None = None,
+    exclude_padding: bool = False,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Makes the run folder `to` of a PyTorch checkpoint; what was done, as a dict that JSON can hold."""
+    folder = pathlib.Path(to)
+    _check_absent(folder)
+    config_path, theirs = read_foreign_config(pathlib.Path(source), config_file)
+    with open_weights_file(source) as weights:
+        found = dict(weights.shapes)
+        layout_name, model, layout = foreign_model(theirs, found, exclude_padding)
+        if layout_name == "huggingface":
+            found = {name: shape for name, shape in found.items() if not huggingface.superfluous(name, model)}
+        check_tensors(layout.tensors(), found, f"{source} ({config_path.name})")
+        config = _run_config(model, theirs, _tokenizer_of(source, tokenizer, say))
+        about = {
+            "tokens": 0,
+            "metrics": {},
+            "config": resolved(config),
+            "data": {"tokenizer": make_tokenizer(config.data.tokenizer).fingerprint},
+            "converted": {"from": str(source), "layout": layout_name, "config": _plain(theirs)},
+            "library": __version__,
+        }
+        say(f"{source}: {layout_name} layout, {_described(model, layout)}, {weights.size:,} bytes")
+        with _beside(folder) as building:
+            entries = layout.entries(model)
+            with _progress(layout) as bar:
+
+                def read(path: str) -> np.ndarray:
+                    return entries[path.removeprefix("params/")].join(
+                        lambda name: _counted(bar, weights.read(name))
+                    )
+
+                shapes = {"params": parameter_shapes(model)}
+                write_weights(building / CHECKPOINTS, STEP, shapes, read, about)
+            write_json(building / CONFIG, resolved(config))
+            (building / "config.py").write_text(_config_py(config, source, to), encoding="utf-8")
+    return {
+        "from": str(source), "to": str(to), "layout": layout_name, "residual": model.residual,
+        "parameters": _count(layout), "tensors": len(layout.tensors()), "step": STEP,
+    }  # fmt: skip
+
+
+def _run_config(model: LanguageConfig, theirs: Mapping[str, Any], tokenizer: str):
+    config = base_config()
+    values = dataclasses.asdict(model)
+    options = dict(values.pop("residual_options"))
+    for key, value in values.items():
+        config.model[key] = value
+    for key, value in options.items():
+        config.model.residual_options[key] = value
+    config.data.tokenizer = tokenizer
+    length = theirs.get("max_sequence_length") or theirs.get("max_position_embeddings")
+    if isinstance(length, int) and length > 0:
+        config.data.length = length
+    return config
+
+
+def _tokenizer_of(source: str, given: str | None, say) -> str:
+    """--tokenizer, or the tokenizer.json beside the weights, or bytes; checked."""
+    path = pathlib.Path(source)
+    beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    spec = given or (str(beside.absolute()) if beside.is_file() else "bytes")
+    spec = spec if spec == "bytes" else str(pathlib.Path(spec).expanduser().absolute())
+    make_tokenizer(spec)
+    if not given:
+        why = " (none was given or found)" if spec == "bytes" else ""
+        say(f"tokenizer: {spec}{why}; --tokenizer=FILE changes it")
+    return spec
+
+
+def _config_py(config, source: str, to: str) -> str:
+    """A configuration file that starts from these weights."""
+    default = base_config()
+    changed = [
+        f"    config.model.{key} = {value!r}"
+        for key, value in config.model.items()
+        if key != "residual_options" and value != default.model[key]
+    ]
+    changed += [
+        f"    config.model.residual_options.{key} = {value!r}"
+        for key, value in config.model.residual_options.items()
+        if value is not None
+    ]
+    lines = [
+        f'"""The model of {pathlib.Path(source).name}, from its weights; set data, training and schedule."""',
+        "", "from siamese_jax.config import base_config", "", "", "def get_config():", "    config = base_config()",
+        *changed,
+        f"    config.data.tokenizer = {config.data.tokenizer!r}",
+        f"    config.data.length = {config.data.length}",
+        f"    config.training.init_from = {str(pathlib.Path(to).absolute())!r}",
+        "    return config", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------ to PyTorch
+
+
+def export_checkpoint(
+    source: str,
+    to: str,
+    *,
+    layout: str | None = None,
+    dtype: str = "float32",
+    step: int | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Writes the weights of a run folder for PyTorch; what was done, as a dict that JSON can hold."""
+    target = pathlib.Path(to)
+    is_file = target.suffix == ".safetensors"
+    _check_absent(target)
+    config = read_config(source)
+    model = language_config(config)
+    with open_weights(pathlib.Path(source) / CHECKPOINTS, step, log=say) as opened:
+        origin = opened.about.get("converted", {})
+        layout_name = layout or origin.get("layout", "reference")
+        built = LAYOUTS[layout_name](model)
+        base = origin.get("config", {}) if origin.get("layout") == layout_name else {}
+        theirs = _foreign_config(layout_name, model, base, config.data.length, dtype)
+        top = "ema/params" if config.optimizer.ema > 0 else "params"
+        entries = {f"{top}/{path}": entry for path, entry in built.entries(model).items()}
+        _check_stored(source, model, top, opened.shapes)
+        say(f"{source}: checkpoint {opened.step}, {layout_name} layout, {_described(model, built)}")
+        if model.vocab_size < model.padded_vocab:
+            say(
+                f"note: rows {model.vocab_size} to {model.padded_vocab - 1} of the vocabulary only pad it: "
+                "PyTorch takes them into its softmax, this library does not"
+            )
+
+        def write(path: pathlib.Path) -> None:
+            with SafetensorsWriter(path, built.tensors(), dtype) as writer, _progress(built) as bar:
+                for name, entry in entries.items():
+                    for tensor_name, tensor in entry.split(opened.read(name)):
+                        writer.write(tensor_name, _counted(bar, tensor))
+
+        if is_file:
+            _write_file(target, theirs, write)
+        else:
+            with _beside(target) as building:
+                building.mkdir()
+                write(building / "model.safetensors")
+                if layout_name == "huggingface":
+                    write_json(building / "config.json", theirs)
+                else:
+                    (building / "config.yaml").write_text(yaml.safe_dump({"model": theirs}, sort_keys=False))
+        averaged = top != "params"
+        return {
+            "from": str(source), "to": str(to), "layout": layout_name, "residual": model.residual,
+            "parameters": _count(built), "tensors": len(built.tensors()), "step": opened.step, "averaged": averaged,
+            "dtype": dtype,
+        }  # fmt: skip
+
+
+def _write_file(target: pathlib.Path, theirs: dict, write: Callable) -> None:
+    """The weights as one file with its configuration beside it; neither stays without the other."""
+    beside = target.with_suffix(".json")
+    _check_absent(beside)
+    _make_parent(target)
+    write_json(beside, theirs)
+    try:
+        write(target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _foreign_config(layout: str, model: LanguageConfig, base: Mapping, length: int, dtype: str) -> dict[str, Any]:
+    if layout == "huggingface":
+        return huggingface.huggingface_config(model, base, length, dtype)
+    return reference.reference_config(model, {"max_sequence_length": length} | dict(base))
+
+
+def _check_stored(source: str, model: LanguageConfig, top: str, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    wanted = flax.traverse_util.flatten_dict({top: parameter_shapes(model)}, sep="/")
+    found = {name: tuple(leaf.shape) for name, leaf in stored.items() if name.startswith(f"{top}/")}
+    check_tensors({name: leaf.shape for name, leaf in wanted.items()}, found, f"the checkpoint of {source}")
+
+
+# ------------------------------------------------------------------------------ both
+
+
+@contextlib.contextmanager
+def _beside(folder: pathlib.Path):
+    """A folder to build in, which becomes `folder` at the end and is removed where that is not reached."""
+    _make_parent(folder)
+    building = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        yield building
+        building.rename(folder)
+    except OSError as error:
+        raise FaultError(f"cannot write {folder}: {error.strerror}: free space, then start again") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _make_parent(path: pathlib.Path) -> None:
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder of --to {path}: {error.strerror}: choose another one") from error
+
+
+def _check_absent(path: pathlib.Path) -> None:
+    if path.exists():
+        raise InputError(f"{path} exists: it is never written over; name another --to or remove it")
+
+
+def _described(model: LanguageConfig, layout: Layout) -> str:
+    return f"{model.residual}, {_count(layout):,} parameters"
+
+
+def _count(layout: Layout) -> int:
+    return sum(int(np.prod(shape)) for shape in layout.tensors().values())
+
+
+def _progress(layout: Layout) -> tqdm:
+    return tqdm(total=4 * _count(layout), unit="B", unit_scale=True, delay=2, leave=False, dynamic_ncols=True)
+
+
+def _counted(bar: tqdm, array: np.ndarray) -> np.ndarray:
+    bar.update(array.nbytes)
+    return array
+
+
+def _plain(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(dict(theirs), default=str))
+
+
+def main() -> None:
+    given = flags.FLAGS
+    source, to = program.required("from"), program.required("to")
+    if not pathlib.Path(source).exists():
+        raise InputError(f"--from {source} does not exist")
+    outward = (pathlib.Path(source) / CHECKPOINTS).is_dir()
+    wrong = ("config_file", "tokenizer", "exclude_padding") if outward else ("layout", "step")
+    for name in wrong:
+        if given[name].value:
+            direction = "a run folder" if outward else "a PyTorch checkpoint"
+            raise InputError(f"--{name} has no meaning where --from is {direction}: leave it out")
+    started = time.perf_counter()
+    if outward:
+        result = export_checkpoint(
+            source, to, layout=given.layout, dtype=given.dtype, step=given.step, say=program.say
+        )
+    else:
+        result = import_checkpoint(
+            source, to, config_file=given.config_file, tokenizer=given.tokenizer,
+            exclude_padding=given.exclude_padding, say=program.say,
+        )  # fmt: skip
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    if given.json:
+        print(json.dumps(result))
+        return
+    program.say(f"{to}: {result['tensors']} tensors in {result['seconds']} s")
+    if outward:
+        how = "AutoModelForCausalLM.from_pretrained" if result["layout"] == "huggingface" else "load_state_dict"
+        program.say(f"next: {how} in PyTorch, or back with --from={to}")
+    else:
+        program.say(f"next: python eval.py --workdir={to} --data.source=TEXT")
+        program.say(f"      python train.py --config={to}/config.py --workdir=NEW   (starts from these weights)")
+
+
+if __name__ == "__main__":
+    program.run(main)
