@@ -5,6 +5,7 @@ perhaps `rope/*` and `buffer/*`. Legend: B batch, L length, D width, K head dim.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import zipfile
@@ -29,18 +30,14 @@ STREAMS = {"x": ("post", "stream"), "y": ("pre",)}  # theirs -> ours, the one th
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One comparison. `limit` holds for `max_rel` of gradients and for `max_abs` of everything else."""
+    """One comparison: largest absolute difference, the same over the largest value of theirs, which is judged."""
 
     name: str
-    kind: str
     max_abs: float
-    max_rel: float  # max_abs over the largest recorded value
+    max_rel: float
+    by: str  # abs or rel: what `limit` is for
     limit: float
-
-    @property
-    def judged(self) -> float:
-        """The difference that the limit is for."""
-        return self.max_rel if self.kind == "gradient" else self.max_abs
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -48,21 +45,30 @@ class Row:
         return bool(self.judged <= self.limit)
 
     @property
+    def judged(self) -> float:
+        """The difference that the limit is for."""
+        return self.max_rel if self.by == "rel" else self.max_abs
+
+    @property
     def badness(self) -> float:
         """The difference in units of its limit; NaN is worst of all."""
         ratio = self.judged / self.limit if self.limit else np.inf if self.judged else 0.0
         return np.inf if np.isnan(ratio) else ratio
 
+    def plain(self) -> dict[str, Any]:
+        """As a dict that JSON can hold."""
+        return dataclasses.asdict(self) | {"ok": self.ok}
 
-def difference(name: str, kind: str, ours, theirs, limit: float) -> Row:
+
+def difference(name: str, ours, theirs, by: str, limit: float, note: str = "") -> Row:
     """The row of two arrays; InputError where their shapes differ."""
-    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if ours.shape != theirs.shape:
-        raise InputError(f"{name} has shape {theirs.shape} in the file, {ours.shape} here")
-    wide = np.float64
-    max_abs = float(np.max(np.abs(ours.astype(wide) - theirs.astype(wide)), initial=0.0))
-    scale = float(np.max(np.abs(theirs.astype(wide)), initial=0.0))
-    return Row(name, kind, max_abs, max_abs / scale if scale else (0.0 if max_abs == 0 else np.inf), limit)
+        raise InputError(f"{name} has shape {theirs.shape} there, {ours.shape} here")
+    max_abs = float(np.max(np.abs(ours - theirs), initial=0.0))
+    scale = float(np.max(np.abs(theirs), initial=0.0))
+    max_rel = max_abs / scale if scale else (0.0 if max_abs == 0 else np.inf)
+    return Row(name, max_abs, max_rel, by, limit, note)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +108,18 @@ def read_golden(path: str) -> Golden:
 
 
 def compare_golden(
-    path: str, *, dtype: str | None = None, atol: float | None = None, rtol: float | None = None
+    path: str,
+    *,
+    dtype: str | None = None,
+    atol: float | None = None,
+    rtol: float | None = None,
+    scan: bool = True,
 ) -> dict[str, Any]:
     """Everything that a file records against ours: a dict that JSON can hold, its rows worst first.
 
     dtype: float32 or float64, in which ours is computed; that of the file unless given. float64 needs
-    jax_enable_x64. atol, rtol: as in TOLERANCES, of the coarser of the two types unless given.
+    jax_enable_x64. atol, rtol: as in TOLERANCES, of the coarser of the two types unless given. scan: whether
+    the layers are scanned or unrolled.
     """
     golden = read_golden(path)
     dtype = dtype or golden.dtype
@@ -116,16 +128,26 @@ def compare_golden(
         given if given is not None else t for given, t in zip((atol, rtol), TOLERANCES[coarser], strict=True)
     )
     with jax.default_matmul_precision("highest"):
-        model, rows = _family_of(golden)(golden, dtype, atol, rtol)
+        model, rows = _family_of(golden)(golden, Settings(dtype, atol, rtol, scan))
     rows = sorted(rows, key=lambda row: -row.badness)
     return {
         "file": str(path), "case": golden.case, "model": model, "recorded": golden.dtype, "dtype": dtype,
         "atol": atol, "rtol": rtol, "ok": all(row.ok for row in rows),
-        "rows": [dataclasses.asdict(row) | {"ok": row.ok} for row in rows],
+        "rows": [row.plain() for row in rows],
     }  # fmt: skip
 
 
-Comparison = Callable[[Golden, str, float, float], tuple[str, list[Row]]]
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a file is compared; see `compare_golden`."""
+
+    dtype: str
+    atol: float
+    rtol: float
+    scan: bool
+
+
+Comparison = Callable[[Golden, Settings], tuple[str, list[Row]]]
 
 
 def _family_of(golden: Golden) -> Comparison:
@@ -139,11 +161,12 @@ def _family_of(golden: Golden) -> Comparison:
     )
 
 
-def compare_language(golden: Golden, dtype: str, atol: float, rtol: float) -> tuple[str, list[Row]]:
+def compare_language(golden: Golden, settings: Settings) -> tuple[str, list[Row]]:
     """(what the model is, rows) of a language model's file."""
+    dtype, atol, rtol = settings.dtype, settings.atol, settings.rtol
     weights, recorded = golden.group("param"), golden.arrays
     config = reference.language_config(golden.config, reference.shapes_of(weights))
-    config = dataclasses.replace(config, dtype=dtype)
+    config = dataclasses.replace(config, dtype=dtype, scan=settings.scan)
     check_model(config)
     layout = reference.layout(config)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), join_all(layout, config, weights))
@@ -156,26 +179,26 @@ def compare_language(golden: Golden, dtype: str, atol: float, rtol: float) -> tu
         ours = rotary_tables(jnp.arange(tokens.shape[1]), config.key_dim, config.rope_theta)
         limit = tokens.shape[1] * 2.0**-23  # one rounding of the largest angle, in float32
         rows += [
-            difference(f"rope/{name}", "table", *both, limit)
+            difference(f"rope/{name}", *both, "abs", limit)
             for name, *both in zip(("sin", "cos"), ours, rotary, strict=True)
         ]
-    outputs = _language_outputs(config, params, tokens, rotary)
+    outputs = language_outputs(config, params, tokens, rotary)
     known = {"out/logits", "out/loss"} | {f"state/{name}" for name in outputs["states"]}
     for name in recorded:
         if name.startswith(("out/", "state/")) and name not in known:
             raise InputError(f"{golden.path} records {name}, which this model does not give")
     for name in ("logits", "loss"):
         if f"out/{name}" in recorded:
-            rows.append(difference(name, "output", outputs[name], recorded[f"out/{name}"], atol))
+            rows.append(difference(name, outputs[name], recorded[f"out/{name}"], "abs", atol))
     for name, state in golden.group("state").items():
-        rows.append(difference(f"state/{name}", "state", outputs["states"][name], state, atol))
+        rows.append(difference(f"state/{name}", outputs["states"][name], state, "abs", atol))
     gradients = golden.group("grad")
     ours = split_all(layout, config, outputs["gradients"]) if gradients else {}
     for name, gradient in gradients.items():
         if name not in ours:
             raise InputError(f"{golden.path} records a gradient of {name}, which is no parameter of the model")
-        rows.append(difference(f"grad/{name}", "gradient", ours[name], gradient, rtol))
-    if not any(row.kind != "table" for row in rows):
+        rows.append(difference(f"grad/{name}", ours[name], gradient, "rel", rtol))
+    if not any(not row.name.startswith("rope/") for row in rows):
         raise InputError(f"{golden.path} records no output, state or gradient: there is nothing to compare")
     return f"language model, {config.residual}", rows
 
@@ -193,10 +216,10 @@ def _tokens(golden: Golden, config: LanguageConfig) -> jax.Array:
     return jnp.asarray(tokens, jnp.int32)
 
 
-def _language_outputs(config: LanguageConfig, params, tokens_BL, rotary) -> dict[str, Any]:
-    """logits, states by the file's names, loss (mean over the L - 1 next tokens) and gradients of ours."""
-    model = LanguageModel(config)
-    rotary = tuple(jnp.asarray(table) for table in rotary)
+@functools.partial(jax.jit, static_argnums=0)  # files of one configuration share one compilation
+def _compute(config: LanguageConfig, params, tokens_BL, rotary):
+    """(logits, streams entering layer 0, streams leaving the layers, loss, gradients)."""
+    model, variables = LanguageModel(config), {"params": params}
 
     def opened(model: LanguageModel, tokens):
         residual = model.residual_open
@@ -209,15 +232,16 @@ def _language_outputs(config: LanguageConfig, params, tokens_BL, rotary) -> dict
         )  # fmt: skip
         return losses.mean()
 
-    @jax.jit
-    def compute(params):
-        variables = {"params": params}
-        logits = model.apply(variables, tokens_BL, rotary=rotary)
-        first = model.apply(variables, tokens_BL, method=opened)
-        _, rest = model.apply(variables, tokens_BL, rotary=rotary, watch=lambda streams: streams, method="hidden")
-        return logits, first, rest, *jax.value_and_grad(mean_loss)(params)
+    logits = model.apply(variables, tokens_BL, rotary=rotary)
+    first = model.apply(variables, tokens_BL, method=opened)
+    _, rest = model.apply(variables, tokens_BL, rotary=rotary, watch=lambda streams: streams, method="hidden")
+    return logits, first, rest, *jax.value_and_grad(mean_loss)(params)
 
-    logits, first, rest, loss, gradients = compute(params)
+
+def language_outputs(config: LanguageConfig, params, tokens_BL, rotary) -> dict[str, Any]:
+    """logits, states by the file's names, loss (mean over the L - 1 next tokens) and gradients of ours."""
+    rotary = tuple(jnp.asarray(table) for table in rotary)
+    logits, first, rest, loss, gradients = _compute(config, params, tokens_BL, rotary)
     segments = rest if isinstance(rest, list) else [rest]
     streams = {
         name: np.concatenate([np.asarray(first[name])[None], *(np.asarray(seen[name]) for seen in segments)])
@@ -236,16 +260,22 @@ FAMILIES: Mapping[str, Comparison] = {"d_model": compare_language}
 
 def format_golden(result: Mapping[str, Any]) -> str:
     """The table of one file, worst first, with the verdict."""
-    width = max(len(row["name"]) for row in result["rows"])
-    lines = [
-        f"{result['case']}: {result['model']}, recorded in {result['recorded']}, computed in {result['dtype']}",
-        f"  {'':{width}}  {'max abs':>9}  {'max rel':>9}  {'limit':>13}",
-    ]
-    for row in result["rows"]:
-        limit = f"{'rel' if row['kind'] == 'gradient' else 'abs'} {row['limit']:9.2e}"
+    title = f"{result['case']}: {result['model']}, recorded in {result['recorded']}, computed in {result['dtype']}"
+    return "\n".join([title, format_rows(result["rows"]), "  " + verdict_line(result)])
+
+
+def format_rows(rows: list[Mapping[str, Any]]) -> str:
+    """A table of rows, in their order."""
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"  {'':{width}}  {'max abs':>9}  {'max rel':>9}  {'limit':>13}"]
+    for row in rows:
+        limit = f"{row['by']} {row['limit']:9.2e}"
         verdict = "" if row["ok"] else "  FAILS"
-        lines.append(f"  {row['name']:{width}}  {row['max_abs']:9.2e}  {row['max_rel']:9.2e}  {limit}{verdict}")
-    return "\n".join([*lines, "  " + verdict_line(result)])
+        note = f"  {row['note']}" if row["note"] else ""
+        lines.append(
+            f"  {row['name']:{width}}  {row['max_abs']:9.2e}  {row['max_rel']:9.2e}  {limit}{verdict}{note}"
+        )
+    return "\n".join(lines)
 
 
 def verdict_line(result: Mapping[str, Any]) -> str:

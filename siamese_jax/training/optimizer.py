@@ -72,7 +72,7 @@ def make_optimizer(config_optimizer, schedule: optax.Schedule, params_shapes) ->
     groups = parameter_groups(params_shapes)
 
     def decay_mask(params):
-        return _map_paths(lambda path, _: _decays(group_of(path), config), params)
+        return weight_decay_mask(config, params)
 
     update = optax.adamw(
         schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decay_mask
@@ -84,6 +84,11 @@ def make_optimizer(config_optimizer, schedule: optax.Schedule, params_shapes) ->
     if config.clip_norm > 0:
         update = optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
     return update
+
+
+def weight_decay_mask(config_optimizer, params):
+    """The tree of booleans: which parameters decay."""
+    return _map_paths(lambda path, _: _decays(group_of(path), config_optimizer), params)
 
 
 def check_optimizer(config_optimizer) -> None:

@@ -30,7 +30,8 @@ def make_schedule(config_schedule, num_steps: int) -> optax.Schedule:
         phases = [optax.linear_schedule(0.0, peak, warmup), *phases]
         boundaries = [warmup, *boundaries]
     by_k = optax.join_schedules(phases, boundaries)
-    return lambda count: by_k(count + 1)
+    # As a float, so that rates are float64 where jax has that: from integers optax makes float32.
+    return lambda count: by_k(jnp.asarray(count + 1, float))
 
 
 def check_schedule(config_schedule, num_steps: int) -> None:

@@ -1,100 +1,233 @@
-"""The language models against outputs, streams and gradients recorded from the PyTorch reference."""
+"""The language models against outputs, streams and gradients recorded from PyTorch.
+
+tests/golden was recorded from the reference implementation; further options are recorded here, from the
+PyTorch model that test_torch_model.py holds against the same files.
+"""
 
 import dataclasses
 import json
 import pathlib
 
-import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from siamese_jax.interop.reference import from_reference, language_config, shapes_of
-from siamese_jax.models.initialize import parameter_shapes
-from siamese_jax.models.language import LanguageModel
+from siamese_jax.errors import InputError
+from siamese_jax.interop import golden as goldens
+from siamese_jax.interop import reference
+from siamese_jax.interop.golden import compare_golden, format_golden
+from siamese_jax.models.language import LanguageConfig
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-CASES = [
-    "a1_hybridpre_hybridnorm_tied",
-    "a3_hybridpre_hybridnorm_gqa2_untied",
-    "b1_olmo_prenorm_tied",
-    "b3_olmo_prenorm_qknorm_gqa2",
-    "b5_hybridnorm_singlestream_untied",
-]
-# (suffix, compute type, logits and streams absolute, gradients relative to the tensor's maximum)
-PRECISIONS = [("", "float32", 2e-5, 1e-5), ("_f64", "float64", 1e-10, 1e-10)]
+CASES = sorted(GOLDEN.glob("[ab]*.npz"))
+A1 = GOLDEN / "a1_hybridpre_hybridnorm_tied.npz"
 
 
-@pytest.fixture(params=PRECISIONS, ids=["float32", "float64"])
-def precision(request):
-    """The precision of a comparison, with 64-bit types switched on while it needs them."""
-    jax.config.update("jax_enable_x64", request.param[1] == "float64")
-    with jax.default_matmul_precision("highest"):
-        yield request.param
+@pytest.fixture(autouse=True)
+def narrow_again():
+    """64-bit types are off after every test."""
+    yield
     jax.config.update("jax_enable_x64", False)
 
 
-def load(case: str, dtype: str):
-    """(file, configuration, parameters) of a golden case."""
-    golden = np.load(GOLDEN / f"{case}.npz")
-    weights = {name[6:]: golden[name] for name in golden.files if name.startswith("param/")}
-    config = language_config(json.loads(str(golden["config"])), shapes_of(weights))
-    config = dataclasses.replace(config, dtype=dtype, loss_slice=7)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), from_reference(weights, config))
-    return golden, config, params
+def compare(path, **options):
+    """compare_golden with the types that the file needs."""
+    jax.config.update("jax_enable_x64", str(path).endswith("_f64.npz"))
+    return compare_golden(str(path), **options)
 
 
-def mean_loss(model, params, tokens, rotary):
-    """Mean next-token cross-entropy over B(T-1) positions; the rotary tables are cut to T-1."""
-    rotary = tuple(table[:-1] for table in rotary)
-    losses, _ = model.apply({"params": params}, tokens[:, :-1], tokens[:, 1:], rotary=rotary, method="losses")
-    return losses.mean()
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_everything_recorded_agrees(path):
+    check_recorded(path, scan=True)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
-@pytest.mark.parametrize("case", CASES)
-def test_golden(case, precision, scan):
-    suffix, dtype, atol, gradient_tolerance = precision
-    golden, config, params = load(case + suffix, dtype)
-    model = LanguageModel(config)
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, parameter_shapes(config))
-    if not scan:
-        from siamese_jax.models.stack import unstack_layers
+@pytest.mark.parametrize("path", [CASES[2], CASES[7]], ids=lambda path: path.stem)
+def test_unrolled_layers_agree_too(path):
+    check_recorded(path, scan=False)
 
-        params = unstack_layers(params, config.segments())
-        model = LanguageModel(dataclasses.replace(config, scan=False))
-    tokens = jnp.asarray(golden["in/input_ids"], jnp.int32)
-    rotary = (jnp.asarray(golden["rope/sin"]), jnp.asarray(golden["rope/cos"]))
 
-    @jax.jit
-    def outputs(params):
-        logits = model.apply({"params": params}, tokens, rotary=rotary)
-        _, states = model.apply(
-            {"params": params}, tokens, rotary=rotary, watch=lambda streams: streams, method="hidden"
-        )
-        return logits, states
+def check_recorded(path, scan):
+    result = compare(path, scan=scan)
+    assert result["ok"], format_golden(result)
+    exact = path.stem.endswith("_f64")
+    assert (result["atol"], result["rtol"]) == ((1e-10, 1e-10) if exact else (2e-5, 1e-5))
+    with np.load(path) as file:
+        recorded = [name for name in file.files if name.startswith(("out/", "state/", "grad/", "rope/"))]
+    assert len(result["rows"]) == len(recorded)  # nothing is passed over
 
-    logits, states = outputs(params)
-    assert logits.dtype == dtype
-    np.testing.assert_allclose(logits, golden["out/logits"], rtol=0, atol=atol)
-    stream_keys = {"x": "post" if "post" in states else "stream", "y": "pre"}
-    seen = [name for name in golden.files if name.startswith("state/") and not name.endswith("_0")]
-    assert len(seen) == config.num_layers * len(states)
-    for name in seen:
-        stream, _, layer = name.removeprefix("state/").partition("_")
-        actual = states[stream_keys[stream]][int(layer) - 1]
-        np.testing.assert_allclose(actual, golden[name], rtol=0, atol=atol, err_msg=name)
 
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: mean_loss(model, p, tokens, rotary)))(params)
-    np.testing.assert_allclose(loss, golden["out/loss"], rtol=0, atol=atol)
-    recorded = {name[5:]: golden[name] for name in golden.files if name.startswith("grad/")}
-    recorded = from_reference(recorded, config)
-    if not scan:
-        recorded = unstack_layers(recorded, config.segments())
-    recorded = flax.traverse_util.flatten_dict(recorded, sep="/")
-    gradient = flax.traverse_util.flatten_dict(gradient, sep="/")
-    assert recorded.keys() == gradient.keys()
-    for name, expected in recorded.items():
-        limit = gradient_tolerance * np.abs(expected).max()
-        np.testing.assert_allclose(gradient[name], expected, rtol=0, atol=limit, err_msg=name)
+BASE = LanguageConfig(
+    num_layers=3, width=32, num_heads=4, num_kv_heads=2, mlp_hidden=24, vocab_size=40, vocab_multiple=1,
+    query_norm="head", key_norm="head", value_norm="head",
+)  # fmt: skip
+STAR = "{0: {'attn_norm': True, 'ffn_residual_after_norm': False}}"
+PLACES = {"attn_norm": False, "attn_residual_after_norm": False, "ffn_norm": True, "ffn_residual_after_norm": True}
+
+
+def variant(residual, overrides="", **changes):
+    places = {key: changes.pop(key, value) for key, value in PLACES.items()}
+    options = tuple(sorted(places.items())) if "hybrid" in residual else ()
+    return dataclasses.replace(
+        BASE, residual=residual, residual_options=options, residual_overrides=overrides, **changes
+    )
+
+
+NONE = {"query_norm": "none", "key_norm": "none", "value_norm": "none"}
+FULL = {"query_norm": "full", "key_norm": "full", "value_norm": "none"}
+VARIANTS = {
+    "siamese_star_gelu": variant("siamese_hybrid", STAR, activation="gelu", num_layers=2),
+    "siamese_attn_norm_no_ffn_norm": variant("siamese_hybrid", attn_norm=True, ffn_norm=False),
+    "siamese_raw_ffn_residual_context_norm": variant(
+        "siamese_hybrid", ffn_residual_after_norm=False, context_norm="head", query_norm="none"
+    ),
+    "siamese_no_norms_mqa_tied": variant("siamese_hybrid", **NONE, num_kv_heads=1, tie_embedding=True),
+    "siamese_overrides": variant("siamese_hybrid", "{(1, 2): {'attn_norm': True}, 2: {'ffn_norm': False}}"),
+    "hybrid_star": variant("hybrid", STAR, num_layers=4),
+    "hybrid_attn_residual_context_norm": variant(
+        "hybrid", attn_norm=True, attn_residual_after_norm=True, context_norm="head"
+    ),
+    "pre_per_head": variant("pre", value_norm="none"),
+    "olmo2": variant("reordered", **FULL),
+    "olmo2_no_qk_norm_tied": variant("reordered", **NONE, tie_embedding=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_option_of_the_reference_agrees(name, tmp_path):
+    pytest.importorskip("torch")
+    from recording import record
+
+    config = VARIANTS[name]
+    path = tmp_path / f"{name}_f64.npz"
+    record(path, reference.reference_config(config), two_stream=config.residual == "siamese_hybrid")
+    result = compare(path)
+    assert result["ok"], format_golden(result)
+    assert config.residual in result["model"]
+
+
+def altered(path, tmp_path, change):
+    """A copy of a golden file with its arrays changed by `change(arrays)`."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    change(arrays)
+    copy = tmp_path / path.name
+    np.savez(copy, **arrays)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("out/logits", "logits"),
+        ("out/loss", "loss"),
+        ("state/y_2", "state/y_2"),
+        ("grad/transformer.blocks.1.c1", "grad/transformer.blocks.1.c1"),
+        ("rope/cos", "rope/cos"),
+    ],
+)
+def test_one_wrong_number_is_found_and_stands_first(name, row, tmp_path):
+    def change(arrays):
+        array = np.array(arrays[name])
+        array.flat[-1] += 1e-3
+        arrays[name] = array
+
+    result = compare(altered(A1, tmp_path, change))
+    assert not result["ok"] and result["rows"][0]["name"] == row
+    if not name.startswith("rope"):  # a wrong table spoils what is computed from it
+        assert [r["name"] for r in result["rows"] if not r["ok"]] == [row]
+    assert "FAILS" in format_golden(result) and "FAIL (" in format_golden(result)
+
+
+def test_a_gain_in_the_wrong_place_is_found(tmp_path):
+    def swap(arrays):
+        first, second = (f"param/transformer.blocks.0.{name}.weight" for name in ("attn_y_norm", "ff_y_norm"))
+        arrays[first], arrays[second] = arrays[second], arrays[first]
+
+    result = compare(altered(A1, tmp_path, swap))
+    failed = {row["name"] for row in result["rows"] if not row["ok"]}
+    assert {"logits", "loss", "state/x_1", "state/y_1"} <= failed and "state/x_0" not in failed
+
+
+def test_nan_fails_and_stands_first(tmp_path):
+    def change(arrays):
+        arrays["out/loss"] = np.float32("nan")
+
+    result = compare(altered(A1, tmp_path, change))
+    assert not result["ok"] and result["rows"][0]["name"] == "loss"
+
+
+def test_float64_file_in_float32_has_the_limits_of_float32():
+    result = compare_golden(str(GOLDEN / "b1_olmo_prenorm_tied_f64.npz"), dtype="float32")
+    assert result["ok"] and (result["dtype"], result["atol"]) == ("float32", 2e-5)
+    assert not compare_golden(str(GOLDEN / "b1_olmo_prenorm_tied_f64.npz"), dtype="float32", atol=1e-12)["ok"]
+
+
+def config_changed(**changes):
+    def change(arrays):
+        arrays["config"] = json.dumps(json.loads(str(arrays["config"])) | changes)
+
+    return change
+
+
+def removed(*names):
+    return lambda arrays: [arrays.pop(name) for name in names]
+
+
+def added(name, array):
+    return lambda arrays: arrays.update({name: array})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (removed("config"), ("no 'config'",)),
+        (removed("param/transformer.blocks.1.c1"), ("lacks transformer.blocks.1.c1 (32,)",)),
+        (removed("in/input_ids"), ("inputs none",)),
+        (added("weights/x", np.zeros(1)), ("another format", "'weights/x'")),
+        (added("out/probabilities", np.zeros(1)), ("out/probabilities",)),
+        (added("state/z_1", np.zeros(1)), ("state/z_1",)),
+        (added("grad/nothing", np.zeros(1)), ("nothing", "no parameter")),
+        (added("param/nothing", np.zeros(1)), ("has nothing (1,)",)),
+        (added("out/logits", np.zeros((2, 24, 81), np.float32)), ("(2, 24, 81)", "(2, 24, 80)")),
+        (added("param/transformer.blocks.0.att_proj.weight", np.zeros((95, 32))), ("(95, 32), not (96, 32)",)),
+        (added("in/input_ids", np.full((2, 24), 80)), ("80", "vocabulary of 80")),
+        (config_changed(n_layers=4), ("lacks transformer.blocks.3",)),
+        (config_changed(d_modle=4), ("'d_modle'", "d_model")),
+        (config_changed(embedding_size=96), ("padded differently", "(80, 32)", "96")),
+        (added("meta", json.dumps({"dtype": "int8"})), ("meta",)),
+        (lambda arrays: [arrays.pop(n) for n in list(arrays) if n[:4] in ("out/", "stat", "grad")], ("no output",)),
+    ],
+)
+def test_a_wrong_file_ends_in_one_line(change, words, tmp_path):
+    with pytest.raises(InputError) as caught:
+        compare(altered(A1, tmp_path, change))
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no zip", b"just text"], ids=["empty", "zip", "text"])
+def test_a_file_that_is_no_npz_ends_in_one_line(content, tmp_path):
+    path = tmp_path / "x.npz"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="not a golden file"):
+        compare(path)
+
+
+def test_a_truncated_file_and_one_of_pickles_end_in_one_line(tmp_path):
+    path = tmp_path / "x.npz"
+    path.write_bytes(A1.read_bytes()[:50_000])
+    with pytest.raises(InputError, match="not a golden file"):
+        compare(path)
+    np.savez(path, config=np.array([{"a": 1}], dtype=object), meta="{}")
+    with pytest.raises(InputError, match="not a golden file"):
+        compare(path)
+    with pytest.raises(InputError, match="no golden file"):
+        compare(tmp_path / "missing.npz")
+
+
+def test_a_family_that_is_not_here_is_named(tmp_path):
+    def change(arrays):
+        arrays["config"] = json.dumps({"img_size": 16, "patch_size": 4})
+
+    with pytest.raises(InputError, match="img_size"):
+        compare(altered(A1, tmp_path, change))
+    assert set(goldens.FAMILIES) == {"d_model"}
