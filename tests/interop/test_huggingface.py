@@ -11,7 +11,7 @@ import pytest
 from siamese_jax.errors import InputError
 from siamese_jax.interop import huggingface
 from siamese_jax.interop.layout import join_all, split_all
-from siamese_jax.models.initialize import initial_parameters
+from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageConfig, LanguageModel
 
 BASE = LanguageConfig(
@@ -28,13 +28,14 @@ MODELS = {
 
 
 def random_params(config):
-    """Initial parameters with every array moved, so that a gain or a bias in the wrong place shows."""
-    params = jax.jit(initial_parameters, static_argnums=0)(config, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
+    """Random parameters, gains around 1 and biases off 0, so that one in the wrong place shows."""
     random = np.random.default_rng(0)
-    return jax.tree.unflatten(
-        tree, [leaf + random.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves]
-    )
+
+    def draw(path, leaf):
+        around = 1.0 if path[-1].key == "scale" else 0.0
+        return random.normal(around, 0.15, leaf.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, parameter_shapes(config))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,7 +59,7 @@ def test_transformers_computes_the_same(name, tmp_path):
     with torch.no_grad():
         expected = model.float()(torch.from_numpy(tokens)).logits.numpy()
     with jax.default_matmul_precision("highest"):
-        logits = LanguageModel(config).apply({"params": params}, jnp.asarray(tokens))
+        logits = jax.jit(LanguageModel(config).apply)({"params": params}, jnp.asarray(tokens))
     np.testing.assert_allclose(
         logits[..., : config.vocab_size], expected[..., : config.vocab_size], rtol=0, atol=2e-5
     )
