@@ -37,7 +37,14 @@ from siamese_jax.interop.golden import (
     read_golden,
     verdict_line,
 )
-from siamese_jax.interop.live import compare_initialisation, compare_live, format_live, plot_live, require_torch
+from siamese_jax.interop.live import (
+    MODELS,
+    compare_initialisation,
+    compare_live,
+    format_live,
+    plot_live,
+    require_torch,
+)
 from siamese_jax.run_folder import write_json
 
 flags.DEFINE_enum(
@@ -91,6 +98,11 @@ def _live() -> bool:
         if given[name].value is not None:
             raise InputError(f"--{name} is for golden files; --live has limits of its own, which its table shows")
     require_torch()
+    if given.steps < 2:
+        raise InputError(f"--steps is {given.steps}: it must be at least 2")
+    for residual in given.residual:
+        if residual not in MODELS:
+            raise InputError(f"--residual is {residual!r}: the PyTorch side has {', '.join(MODELS)}")
     out = pathlib.Path(given.out) if given.out else None
     if out is not None and out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file: name a folder")
