@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from siamese_jax.interop import live
+from siamese_jax.models.language import LanguageModel
 
 
 @pytest.fixture
@@ -104,3 +105,15 @@ def test_a_wrong_initialisation_is_found():
     assert not live._initial_row("", {"a": [good + 0.1]}, expected).ok
     assert not live._initial_row("", {"a": [np.append(good, 3.1)]}, expected).ok
     assert not live._initial_row("", {"g": [np.array([1.0, 0.99])]}, expected).ok
+    assert not live._initial_row("", {"a": [np.full(100, np.nan)]}, expected).ok
+
+
+def test_bfloat16_that_is_not_on_is_found(monkeypatch):
+    pair = live.make_pair("pre", "float32", 0)
+    tokens = live.make_batches(1, 0, 96)[0]
+    exact = live.difference("loss", 1.0, 1.0, "rel", 0.0)
+    assert all(row.ok for row in live.compare_bfloat16(pair, tokens, exact))
+    wide = lambda config: LanguageModel(dataclasses.replace(config, dtype="float32"))  # noqa: E731
+    monkeypatch.setattr(live, "LanguageModel", wide)
+    loss, rounding = live.compare_bfloat16(pair, tokens, exact)
+    assert loss.ok and not rounding.ok  # the loss alone does not tell
