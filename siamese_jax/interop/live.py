@@ -23,7 +23,7 @@ from siamese_jax.interop import reference
 from siamese_jax.interop.golden import Row, difference, format_rows, language_outputs
 from siamese_jax.interop.layout import join_all, split_all
 from siamese_jax.layers.rotary import rotary_tables
-from siamese_jax.models.initialize import initial_parameters
+from siamese_jax.models.initialize import TRUNCATION, initial_parameters
 from siamese_jax.models.language import INITIALIZERS, LanguageConfig, LanguageModel
 from siamese_jax.training.optimizer import make_optimizer, weight_decay_mask
 from siamese_jax.training.schedule import make_schedule
@@ -385,7 +385,7 @@ def compare_bfloat16(pair: Pair, tokens: np.ndarray, exact: Row) -> list[Row]:
 
 def truncated_std() -> float:
     """Standard deviation of a unit normal cut at +-3: sqrt(1 - 2 a phi(a) / (2 Phi(a) - 1)) with a = 3."""
-    a = 3.0
+    a = TRUNCATION
     density = math.exp(-a * a / 2) / math.sqrt(2 * math.pi)
     return math.sqrt(1 - 2 * a * density / math.erf(a / math.sqrt(2)))
 
@@ -413,22 +413,22 @@ def expected_stds(config: LanguageConfig) -> dict[str, float]:
 
 
 def compare_initialisation(seeds: int = 4, say: Callable[[str], None] = print) -> list[Row]:
-    """Mean, spread and truncation of every group of weights, ours and theirs, against the formulas.
+    """Mean, spread and truncation of every weight, ours and theirs, against the formulas; worst first.
 
     Differences are in standard errors of the sample: a mean is off by sigma / sqrt(n), a spread by about
-    sigma / sqrt(2 n). The largest |weight| / sigma is at most 3.
+    sigma / sqrt(2 n). Infinite are a |weight| above 3 sigma and a gain that is not 1.
     """
     torch = require_torch()
     from siamese_jax.interop.torch_model import TorchLanguageModel
 
     say(f"initialisation: {', '.join(INITIALIZERS)}, {seeds} seeds on both sides")
     rows = []
-    for kind in INITIALIZERS:
+    make = jax.jit(initial_parameters, static_argnums=0)
+    for number, kind in enumerate(INITIALIZERS):
         config = dataclasses.replace(MODELS["siamese_hybrid"], init=kind, width=64, mlp_hidden=96)
         expected = expected_stds(config)
-        make = jax.jit(initial_parameters, static_argnums=0)
         drawn: dict[str, dict[str, list]] = {"ours": {}, "theirs": {}}
-        for seed in range(seeds):
+        for seed in range(number * seeds, (number + 1) * seeds):  # others for every initialiser
             ours = split_all(reference.layout(config), config, make(config, jax.random.key(seed)))
             theirs = TorchLanguageModel(reference.reference_config(config), two_stream=True)
             theirs.initialize(kind, config.init_std, torch.Generator().manual_seed(seed))
@@ -436,28 +436,26 @@ def compare_initialisation(seeds: int = 4, say: Callable[[str], None] = print) -
             for side, tensors in sides.items():
                 for name, tensor in tensors.items():
                     drawn[side].setdefault(name, []).append(np.asarray(tensor, np.float64).ravel())
-        for side, groups in drawn.items():
-            rows.append(_initial_row(f"{kind}, {side}", groups, expected))
-    return rows
+        rows += [
+            initial_row(f"{kind}, {side}: {name}", np.concatenate(parts), expected[name])
+            for side, tensors in drawn.items()
+            for name, parts in tensors.items()
+        ]
+    return sorted(rows, key=lambda row: -row.badness)
 
 
-def _initial_row(title: str, groups: Mapping[str, list], expected: Mapping[str, float]) -> Row:
-    """The worst of mean and spread over all tensors, in standard errors; infinite where a value is impossible."""
-    worst, where = 0.0, ""
-    for name, parts in groups.items():
-        values, sigma = np.concatenate(parts), expected[name]
-        if sigma == 0:
-            off = 0.0 if np.all(values == 1) else np.inf
-        elif np.max(np.abs(values)) > 3 * sigma * (1 + 1e-6):
-            off = np.inf
-        else:
-            std, count = sigma * truncated_std(), values.size
-            off = max(abs(values.mean()) * math.sqrt(count), abs(values.std() - std) * math.sqrt(2 * count)) / std
-        off = np.inf if np.isnan(off) else off
-        if off >= worst:
-            worst, where = float(off), name
-    note = f"standard errors, worst in {where}; no |weight| above 3 sigma, gains 1"
-    return Row(f"initialisation {title}", worst, worst, "abs", STANDARD_ERRORS, note)
+def initial_row(name: str, values: np.ndarray, sigma: float) -> Row:
+    """How far a sample is from a normal cut at 3 sigma (sigma = 0: from 1), in standard errors."""
+    if sigma == 0:
+        off, note = 0.0 if np.all(values == 1) else np.inf, ""
+    else:
+        largest, std, count = np.max(np.abs(values)) / sigma, sigma * truncated_std(), values.size
+        off = max(abs(values.mean()) * math.sqrt(count), abs(values.std() - std) * math.sqrt(2 * count)) / std
+        off = off if largest <= TRUNCATION * (1 + 1e-6) else np.inf  # NaN too
+        note = (
+            f"sigma {sigma:.4f}: mean {values.mean():+.5f}, spread {values.std():.5f}, largest {largest:.3f} sigma"
+        )
+    return Row(name, float(off), float(off), "abs", STANDARD_ERRORS, note)
 
 
 # ------------------------------------------------------------------------------ all of it
@@ -517,6 +515,17 @@ def format_live(result: Mapping[str, Any], most: int = 12) -> str:
         lines.append(f"  and {len(hidden)} streams and gradients that differ less")
     lines.append(f"  all {total} agree" if not failed else f"  {failed} of {total} FAIL")
     return "\n".join(lines)
+
+
+def format_initialisation(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table: of every initialiser and side the worst weight, and all that fail."""
+    shown: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        group = row["name"].partition(":")[0]
+        if group not in shown or not row["ok"]:
+            shown[group if group not in shown else row["name"]] = row
+    title = f"initialisation, in standard errors of the sample: the worst of {len(rows)} weights and gains"
+    return f"{title}\n{format_rows(list(shown.values()))}"
 
 
 def plot_live(results: Sequence[Mapping[str, Any]], path) -> None:

@@ -33,7 +33,6 @@ from siamese_jax.interop.golden import (
     TOLERANCES,
     compare_golden,
     format_golden,
-    format_rows,
     read_golden,
     verdict_line,
 )
@@ -41,6 +40,7 @@ from siamese_jax.interop.live import (
     MODELS,
     compare_initialisation,
     compare_live,
+    format_initialisation,
     format_live,
     plot_live,
     require_torch,
@@ -114,7 +114,7 @@ def _live() -> bool:
             jax.config.update("jax_enable_x64", dtype == "float64")
             results.append(compare_live(residual, dtype, given.steps, given.seed, program.say))
             program.say(format_live(results[-1]) + "\n")
-    program.say(f"initialisation, in standard errors of the sample\n{format_rows(initial)}")
+    program.say(format_initialisation(initial))
     ok = all(row["ok"] for row in initial) and all(result["ok"] for result in results)
     report = _finite({"ok": ok, "runs": results, "initialisation": initial})
     if out is not None:
