@@ -1,9 +1,12 @@
 """Checkpoints written and read array by array: the same on disk, and as careful."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_checkpoint import fill, make_state, run_python
 
 from siamese_jax.checkpoint import Checkpoints, available_steps, open_weights, write_weights
 from siamese_jax.checkpoint.arrays import bit_sum
@@ -164,3 +167,109 @@ def test_no_checkpoint(tmp_path):
     write(tmp_path, 4)
     with pytest.raises(InputError, match=r"there is no checkpoint 3 in .* there are: 4"):
         open_weights(tmp_path, 3)
+
+
+def test_random_keys_are_read_as_the_words_that_are_stored(tmp_path):
+    fill(tmp_path, [1])
+    keys = jax.random.key_data(make_state(1).key)
+    with open_weights(tmp_path) as opened:
+        assert opened.shapes["key"] == jax.ShapeDtypeStruct(keys.shape, jnp.uint32)
+        assert same_bits(opened.read("key"), keys)
+        assert all(opened.read(name).shape == leaf.shape for name, leaf in opened.shapes.items())
+
+
+def test_an_about_that_json_cannot_hold_is_told_before_any_work(tmp_path):
+    asked = []
+    with pytest.raises(TypeError, match="JSON"):
+        write(tmp_path, read=asked.append, about={"note": object()})
+    assert not asked and list(tmp_path.iterdir()) == []
+
+
+def test_a_source_may_fill_one_buffer_again_and_again(tmp_path):
+    buffer = np.empty(300, np.float32)
+
+    def read(name):
+        array = ARRAYS[name]
+        buffer[: array.size] = array.reshape(-1)
+        return buffer[: array.size].reshape(array.shape)
+
+    write(tmp_path, read=read)
+    buffer[:] = 0
+    with open_weights(tmp_path) as opened:
+        assert all(same_bits(opened.read(name), array) for name, array in ARRAYS.items())
+
+
+# Head of the child processes: six arrays of `count` floats, each like no other.
+LARGE = """
+    import jax, jax.numpy as jnp, numpy as np, os, resource, signal
+    from siamese_jax.checkpoint import open_weights, write_weights
+
+    def shapes(count):
+        return {{"params": {{name: jax.ShapeDtypeStruct((16, count // 16), jnp.float32) for name in "abcdef"}}}}
+
+    def make(name, count):
+        return np.random.default_rng(ord(name[-1])).standard_normal((16, count // 16), np.float32)
+
+    folder = {folder!r}
+"""
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_a_real_write_error_is_a_fault_that_leaves_nothing(tmp_path):
+    """The kernel refuses to let a file grow, as on a full disk; EFBIG takes the place of ENOSPC."""
+    code = """
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    try:
+        write_weights(folder, 0, shapes(1 << 20), lambda name: make(name, 1 << 20), {})
+    except t.FaultError as fault:
+        print(fault)
+    assert os.listdir(folder) == []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    write_weights(folder, 0, shapes(1 << 20), lambda name: make(name, 1 << 20), {})
+    assert os.listdir(folder) == ["0"]
+    """
+    out, err = finish(run_python(LARGE.format(folder=str(tmp_path)) + code))
+    assert out.startswith("checkpoint 0 could not be saved in ") and "File too large" in out, out
+    assert out.count("\n") == 1 and "Traceback" not in err, err
+
+
+def test_what_a_killed_process_left_is_written_over(tmp_path):
+    code = """
+    write_weights(folder, 0, shapes(160), lambda name: os.kill(os.getpid(), signal.SIGKILL), {})
+    """
+    process = run_python(LARGE.format(folder=str(tmp_path)) + code)
+    process.communicate(timeout=120)
+    assert process.returncode < 0 and available_steps(tmp_path) == [] and list(tmp_path.iterdir())
+    write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_no_more_than_a_few_arrays_are_in_memory(tmp_path):
+    """Six arrays, 384 MiB together: neither writing nor reading raises the peak of the process by that much."""
+    code = """
+    def peak():
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+    def write_and_read(step, count):
+        start = peak()
+        write_weights(folder, step, shapes(count), lambda name: make(name, count), {})
+        written = peak()
+        with open_weights(folder, step) as opened:
+            for name in opened.shapes:
+                assert (opened.read(name) == make(name, count)).all()
+        return written - start, peak() - start
+
+    write_and_read(0, 160)
+    print(*write_and_read(1, 1 << 24))
+    """
+    out, _ = finish(run_python(LARGE.format(folder=str(tmp_path)) + code))
+    written, read = map(float, out.split())
+    assert written < 360 and read < 360, out

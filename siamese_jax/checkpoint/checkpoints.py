@@ -32,7 +32,7 @@ class Checkpoints:
     def __init__(self, folder, *, keep=3, keep_every=0, strict=False, log=LOG.warning):
         if keep < 1 or keep_every < 0:
             raise InputError(f"checkpoint.keep={keep} must be 1 or more, keep_every={keep_every} 0 or more")
-        logging.getLogger("absl").addFilter(_is_worth_reading)
+        seals.quiet_orbax()
         self.folder = epath.Path(folder).absolute()
         self._keep, self._keep_every, self._strict, self._log = keep, keep_every, strict, log
         self._writer = self._thread = self._failure = self._restored = None
@@ -213,8 +213,3 @@ class Checkpoints:
     def _say(self, line):
         if jax.process_index() == 0:
             self._log(line)
-
-
-def _is_worth_reading(record):
-    """Drops Orbax's chatter, and its tracebacks: what it raises is told in one line here."""
-    return "/orbax/" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)

@@ -110,9 +110,18 @@ def one_line(fault):
     return text if len(text) <= 240 else f"{text[:120]} ... {text[-110:]}"  # the cause may stand at either end
 
 
+def quiet_orbax():
+    """Drops Orbax's chatter, and its tracebacks: what it raises is told in one line here."""
+    logging.getLogger("absl").addFilter(_is_worth_reading)
+
+
 def spell(steps):
     """'10, 20, 30', or 'none'."""
     return ", ".join(map(str, steps)) or "none"
+
+
+def _is_worth_reading(record):
+    return "/orbax/" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)
 
 
 def _walk(folder):

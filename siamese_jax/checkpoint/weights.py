@@ -4,6 +4,7 @@ On disk they are like all others. One process does this: it is for converters, n
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -70,6 +71,8 @@ def write_weights(folder, step: int, shapes: Any, read: Callable[[str], np.ndarr
     raises comes through; FaultError where the disk does not take it. Neither leaves anything behind.
     """
     folder = epath.Path(folder).absolute()
+    about = json.loads(json.dumps(dict(about)))  # fails before the work, not after it
+    seals.quiet_orbax()
     logging.getLogger("absl").addFilter(_is_no_chatter)
     leaves = {name: _Lazy(name, leaf, read) for name, leaf in bits.named(shapes).items()}
     if (folder / str(step)).exists():
@@ -82,7 +85,7 @@ def write_weights(folder, step: int, shapes: Any, read: Callable[[str], np.ndarr
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as writer:
             writer.save(saving, args=ocp.args.PyTreeSave(leaves, save_args=save_args), force=True)
         table = {name: bits.entry(leaf) | {"sum": leaf.sum} for name, leaf in leaves.items()}
-        seals.write(saving, dict(about), table)
+        seals.write(saving, about, table)
         saving.rename(folder / str(step))
     except BaseException as error:
         for path in folder.iterdir() if folder.exists() else []:
@@ -97,7 +100,16 @@ def write_weights(folder, step: int, shapes: Any, read: Callable[[str], np.ndarr
 
 
 def _is_no_chatter(record: logging.LogRecord) -> bool:
-    return "ArrayMetadata persistence is disabled" not in record.getMessage()
+    chatter = "ArrayMetadata persistence is disabled", "which already exists. Removing existing directory"
+    return not any(part in record.getMessage() for part in chatter)
+
+
+def _stored_shape(entry: Mapping) -> jax.ShapeDtypeStruct:
+    """Of the words, where `entry` is of random keys."""
+    if "random_key" not in entry:
+        return jax.ShapeDtypeStruct(tuple(entry["shape"]), entry["dtype"])
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["random_key"])))
+    return jax.ShapeDtypeStruct((*entry["shape"], *words.shape), words.dtype)
 
 
 class OpenWeights:
@@ -106,9 +118,7 @@ class OpenWeights:
     def __init__(self, folder: epath.Path, step: int, seal: Mapping):
         self.step, self.about, self._table = step, seal["about"], seal["arrays"]
         self._folder = folder / str(step)
-        self.shapes = {
-            name: jax.ShapeDtypeStruct(tuple(entry["shape"]), entry["dtype"]) for name, entry in self._table.items()
-        }
+        self.shapes = {name: _stored_shape(entry) for name, entry in self._table.items()}
         self._reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
     def __enter__(self) -> "OpenWeights":
@@ -139,6 +149,7 @@ def open_weights(folder, step: int | None = None, *, log: Callable[[str], None] 
     broken one passed over.
     """
     folder = epath.Path(folder).absolute()
+    seals.quiet_orbax()
     logging.getLogger("absl").addFilter(_is_no_chatter)
     steps = seals.available_steps(folder)
     if not steps or step not in (None, *steps):

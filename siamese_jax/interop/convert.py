@@ -353,9 +353,9 @@ def main() -> None:
     if not pathlib.Path(source).exists():
         raise InputError(f"--from {source} does not exist")
     outward = (pathlib.Path(source) / CHECKPOINTS).is_dir()
-    wrong = ("config_file", "tokenizer", "exclude_padding") if outward else ("layout", "step")
+    wrong = ("config_file", "tokenizer", "exclude_padding") if outward else ("layout", "dtype", "step")
     for name in wrong:
-        if given[name].value:
+        if given[name].present:
             direction = "a run folder" if outward else "a PyTorch checkpoint"
             raise InputError(f"--{name} has no meaning where --from is {direction}: leave it out")
     started = time.perf_counter()

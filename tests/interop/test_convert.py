@@ -284,7 +284,7 @@ def test_wrong_files_end_in_one_line_and_leave_nothing(place, tmp_path):
     refused(place, source, tmp_path, ("no configuration file",), f"--config_file={tmp_path / 'x.json'}")
     (tmp_path / "other.json").write_text(text)
     convert(place, source, tmp_path / "ours", f"--config_file={tmp_path / 'other.json'}")
-    for name, value in (("layout", "reference"), ("step", 3)):
+    for name, value in (("layout", "reference"), ("step", 0), ("dtype", "float32")):
         refused(place, source, tmp_path, (f"--{name}", "a PyTorch checkpoint"), f"--{name}={value}")
     refused(place, source, tmp_path, ("ours exists",), f"--config_file={tmp_path / 'other.json'}")
 
