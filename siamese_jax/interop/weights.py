@@ -4,9 +4,12 @@
 """
 
 import collections
+import errno
 import json
+import math
 import os
 import pathlib
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +31,8 @@ IN_FOLDER = (
 )  # fmt: skip
 TYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
 }  # fmt: skip
 WRITTEN = {"float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16), "float16": ("F16", np.float16)}
 READABLE = ("float32", "bfloat16", "float16")
@@ -106,16 +110,32 @@ def _unwrapped(names: list[str]) -> list[str]:
 def _read_index(path: pathlib.Path) -> dict[pathlib.Path, list[str]]:
     """{file: the names that the index says are in it}."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        table = _json(path.read_text(encoding="utf-8"))["weight_map"]
         shards: dict[pathlib.Path, list[str]] = {}
         for name, file in table.items():
             shards.setdefault(path.parent / file, []).append(name)
+    except _Doubled as error:
+        raise InputError(f"{path} names {error} twice") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not an index of weights (a JSON object with a weight_map)") from error
     for shard in shards:
         if not shard.is_file():
             raise InputError(f"{path} names {shard.name}, which does not exist beside it")
     return shards
+
+
+class _Doubled(Exception):
+    """A name that a JSON object has twice, of which Python would silently keep the last."""
+
+
+def _json(text: str | bytes) -> Any:
+    def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, count in collections.Counter(name for name, _ in pairs).items():
+            if count > 1:
+                raise _Doubled(name)
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=single)
 
 
 def _open_part(path: pathlib.Path, names: list[str] | None) -> "_Part":
@@ -156,6 +176,10 @@ class _Safetensors(_Part):
                     name: _entry(TYPES.get(found.get_dtype(), found.get_dtype()), found.get_shape())
                     for name, found in slices.items()
                 }
+            with path.open("rb") as file:
+                _json(file.read(*struct.unpack("<Q", file.read(8))))
+        except _Doubled as error:
+            raise InputError(f"{path} holds {error} twice") from error
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path} is not a whole .safetensors file: {_one_line(error)}") from error
 
@@ -187,9 +211,11 @@ class _Pickle(_Part):
             ) from error
         try:
             found = torch.load(self._path, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
         except Exception as error:
             raise InputError(
-                f"{self._path} cannot be read as a file of tensors alone: {_one_line(error)}"
+                f"{self._path} cannot be read as a file of tensors alone: {_refusal(error)}"
             ) from error
         for key in NESTED:
             if isinstance(found, Mapping) and list(found) == [key] and isinstance(found[key], Mapping):
@@ -197,20 +223,30 @@ class _Pickle(_Part):
         if not isinstance(found, Mapping):
             raise InputError(f"{self._path} holds a {type(found).__name__}, not a table of tensors by name")
         for name, tensor in found.items():
+            if not isinstance(name, str):
+                raise InputError(f"{self._path} names a tensor {name!r}, a {type(name).__name__}, not a string")
             if not isinstance(tensor, torch.Tensor):
                 raise InputError(
                     f"{self._path} holds {name!r}, a {type(tensor).__name__}, beside tensors: "
                     "save the state dict alone"
                 )
-        return {str(name): tensor for name, tensor in found.items()}
+            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+                raise InputError(
+                    f"{self._path} holds {name!r}, a tensor of layout {tensor.layout} on {tensor.device}: "
+                    "save it as a dense one with values"
+                )
+        return dict(found)
 
     def read(self, name: str) -> np.ndarray:
         import torch
 
         if self._tensors is None or name not in self._tensors:
+            self._tensors = None  # before the file is in memory again
             self._tensors = self._load()
         tensor = self._tensors.pop(name).detach()
-        return tensor.to(torch.float32).contiguous().numpy()
+        array = tensor.to(torch.float32).contiguous().numpy()
+        array.flags.writeable = False  # its memory may be another tensor's too, and a copy would be one too many
+        return array
 
     def close(self) -> None:
         self._tensors = None
@@ -218,8 +254,17 @@ class _Pickle(_Part):
 
 def _entry(kind: str, shape) -> tuple[str, Shape, int]:
     shape = tuple(int(size) for size in shape)
-    bits = {"bool": 8, "bfloat16": 16}.get(kind) or int("".join(filter(str.isdigit, kind)) or 8)
-    return kind, shape, int(np.prod(shape, dtype=np.int64)) * bits // 8
+    digits = re.search(r"\d+", kind)  # the first: float8_e4m3fn has others
+    return kind, shape, math.prod(shape) * (int(digits[0]) if digits else 8) // 8
+
+
+def _refusal(error: Exception) -> str:
+    """Why torch.load refused; its own text fills pages, and advises to run whatever the file holds."""
+    text = str(error)
+    if found := re.search(r"GLOBAL (\S+)", text):
+        return f"it holds {found[1][:60]}, which is no tensor: save the state dict alone"
+    text = text.rpartition("WeightsUnpickler error:")[2].partition("Check the documentation")[0]
+    return f"it is damaged, or no PyTorch file: {' '.join([type(error).__name__, *text.split()])[:90]}"
 
 
 def _one_line(error: Exception) -> str:
@@ -243,6 +288,8 @@ class SafetensorsWriter:
     ):
         self._path, self._shapes = pathlib.Path(path), dict(shapes)
         self._part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+        if "__metadata__" in self._shapes:
+            raise ValueError("the format has no tensor of the name __metadata__")
         self._dtype, (self._code, self._type) = dtype, WRITTEN[dtype]
         header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
         place = 0
@@ -258,11 +305,13 @@ class SafetensorsWriter:
         self._size = len(self._header) + place
 
     def __enter__(self) -> "SafetensorsWriter":
-        if self._path.exists():
+        if os.path.lexists(self._path):
             raise InputError(f"{self._path} exists: it is never written over; name another file or remove it")
         try:
             self._file = self._part.open("wb")
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full(error) from error
             raise InputError(f"cannot write {self._path}: {error.strerror}: choose another place") from error
         try:
             self._put(0, self._header)
@@ -278,9 +327,8 @@ class SafetensorsWriter:
         with np.errstate(over="ignore"):
             narrow = np.ascontiguousarray(array).astype(self._type, copy=False).reshape(array.shape)
         if self._dtype == "float16" and not np.array_equal(np.isinf(narrow), np.isinf(array)):
-            raise InputError(
-                f"{name} has a value beyond float16 ({np.abs(array).max():g}): write bfloat16 or float32"
-            )
+            largest = np.abs(array[np.isfinite(array)]).max()
+            raise InputError(f"{name} has a value beyond float16 ({largest:g}): write bfloat16 or float32")
         self._put(self._places[name], narrow.reshape(-1).view(np.uint8))
         self._missing.remove(name)
 
@@ -289,9 +337,10 @@ class SafetensorsWriter:
             self._file.seek(place)
             self._file.write(data)
         except OSError as error:
-            raise FaultError(
-                f"cannot write {self._path}: {error.strerror}: free space, then start again"
-            ) from error
+            raise self._full(error) from error
+
+    def _full(self, error: OSError) -> FaultError:
+        return FaultError(f"cannot write {self._path}: {error.strerror}: free space, then start again")
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None and self._missing:
@@ -308,9 +357,10 @@ class SafetensorsWriter:
             self._part.rename(self._path)
         except OSError as fault:
             self._discard()
-            raise FaultError(
-                f"cannot write {self._path}: {fault.strerror}: free space, then start again"
-            ) from fault
+            raise self._full(fault) from fault
+        except BaseException:
+            self._discard()
+            raise
 
     def _discard(self) -> None:
         try:
