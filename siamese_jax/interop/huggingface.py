@@ -168,7 +168,7 @@ def huggingface_config(config: LanguageConfig, base: Mapping[str, Any], length: 
         "intermediate_size": config.mlp_hidden, "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads, "hidden_act": "silu",
         "vocab_size": config.padded_vocab, "tie_word_embeddings": config.tie_embedding,
-        "attention_bias": config.use_bias, "torch_dtype": dtype,
+        "attention_bias": config.use_bias, "torch_dtype": dtype, "dtype": dtype,
         "rope_theta": config.rope_theta,  # transformers 4
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},  # transformers 5
     }  # fmt: skip

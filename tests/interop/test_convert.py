@@ -159,6 +159,8 @@ def test_huggingface_there_and_back(place, tmp_path):
     convert(place, tmp_path / "ours", tmp_path / "half", "--dtype=bfloat16")
     with open_weights_file(tmp_path / "half") as file:
         assert set(file.types.values()) == {"bfloat16"}
+    half = json.loads((tmp_path / "half" / "config.json").read_text())
+    assert half["dtype"] == half["torch_dtype"] == "bfloat16"  # or transformers would widen it again
 
 
 def test_transformers_loads_an_export_and_computes_what_the_run_does(tmp_path):
