@@ -135,6 +135,8 @@ class OpenWeights:
             array = self._reader.restore(
                 self._folder, args=ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
             )[name]
+        except MemoryError:
+            raise
         except Exception as error:
             raise InputError(f"checkpoint {self._folder} is broken ({name}: {one_line(error)})") from error
         if host_bit_sum(array) != self._table[name]["sum"]:

@@ -5,11 +5,11 @@ OLMo; `reordered` with full-width q/k norms is an OLMo 2. Legend: D width, H hea
 """
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from siamese_jax.errors import InputError
+from siamese_jax.interop import keys
 from siamese_jax.interop.layout import Layout, Rule, Shape, gated, matrix, norm, qkv
 from siamese_jax.models.language import LanguageConfig
 
@@ -48,13 +48,14 @@ USED = (
 # Keys whose other values our model does not have. None stands for a missing key, too.
 ONLY = {
     "hidden_act": "silu", "rope_scaling": None, "clip_qkv": None, "use_sliding_window": False,
-    "sliding_window": None, "is_encoder_decoder": False, "quantization_config": None,
+    "is_encoder_decoder": False, "quantization_config": None,
 }  # fmt: skip
 IGNORED = (
     "architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "return_dict",
     "output_hidden_states", "output_attentions", "attention_dropout", "initializer_range", "pretraining_tp",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "id2label", "label2id", "problem_type",
-    "chunk_size_feed_forward", "max_window_layers", "layer_types", "auto_map", "_attn_implementation",
+    "chunk_size_feed_forward", "max_window_layers", "sliding_window", "layer_types",
+    "auto_map", "_attn_implementation",
 )  # fmt: skip
 KNOWN = (*USED, *ONLY, *IGNORED)
 OLMO_EPSILON = 1e-5  # fixed in its code
@@ -67,68 +68,49 @@ def is_huggingface(config: Mapping[str, Any]) -> bool:
 
 def language_config(theirs: Mapping[str, Any]) -> LanguageConfig:
     """Our configuration for a config.json of `transformers`; InputError where our model differs."""
-    family = _family_of(theirs)
-    _check_keys(theirs)
-    head_dim = theirs.get("head_dim") or 0
-    heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
-    kv_heads = theirs.get("num_key_value_heads") or heads
-    attention_bias, mlp_bias = bool(theirs.get("attention_bias")), bool(theirs.get("mlp_bias"))
-    if attention_bias != mlp_bias:
+    family = FAMILIES[keys.word(theirs, "model_type", FAMILIES)]
+    hint = ": if it changes nothing that the model computes, remove it"
+    # A null stands for a missing key.
+    keys.check_known({k: v for k, v in theirs.items() if v is not None or k not in ONLY}, KNOWN, ONLY, hint)
+    if set(theirs.get("layer_types") or ()) - {"full_attention"}:
+        raise InputError(f"layer_types has {theirs['layer_types']}: this model has full_attention only")
+    width, hidden, num_layers, heads, rows = (keys.whole(theirs, key) for key in NEEDED)
+    kv_heads = keys.whole(theirs, "num_key_value_heads", heads)
+    head_dim = keys.whole(theirs, "head_dim", max(width // heads, 1))
+    biases = [keys.flag(theirs, f"{part}_bias", False) for part in ("attention", "mlp")]
+    if biases[0] != biases[1]:
         raise InputError(
-            f"attention_bias is {attention_bias} and mlp_bias {mlp_bias}: "
-            "this model has biases everywhere or nowhere"
+            f"attention_bias is {biases[0]} and mlp_bias {biases[1]}: this model has biases everywhere or nowhere"
         )
-    epsilon = OLMO_EPSILON if family.norm == "layer_plain" else theirs.get("rms_norm_eps")
-    if epsilon is None:
-        raise InputError("the configuration lacks rms_norm_eps")
+    epsilon = OLMO_EPSILON if family.norm == "layer_plain" else keys.number(theirs, "rms_norm_eps")
     return LanguageConfig(
         residual=family.residual,
-        num_layers=theirs["num_hidden_layers"],
+        num_layers=num_layers,
         width=width,
         num_heads=heads,
         num_kv_heads=0 if kv_heads == heads else kv_heads,
         head_dim=0 if head_dim * heads == width else head_dim,
-        mlp_hidden=theirs["intermediate_size"],
+        mlp_hidden=hidden,
         norm=family.norm,
         norm_epsilon=epsilon,
         query_norm=family.qk_norm,
         key_norm=family.qk_norm,
-        use_bias=attention_bias,
+        use_bias=biases[0],
         rope_theta=_rope_theta(theirs),
-        vocab_size=theirs["vocab_size"],
+        vocab_size=rows,
         vocab_multiple=1,
-        tie_embedding=bool(theirs.get("tie_word_embeddings", False)),
+        tie_embedding=keys.flag(theirs, "tie_word_embeddings", False),
     )
 
 
-def _family_of(theirs: Mapping[str, Any]) -> Family:
-    kind = theirs.get("model_type")
-    if kind not in FAMILIES:
-        raise InputError(f"model_type is {kind!r}: this layout has {', '.join(FAMILIES)}")
-    return FAMILIES[kind]
-
-
-def _check_keys(theirs: Mapping[str, Any]) -> None:
-    for key, value in theirs.items():
-        if key not in KNOWN:
-            near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.0)[0]
-            raise InputError(
-                f"unknown key {key!r} in the configuration (nearest: {near}): if it changes nothing that the model "
-                "computes, remove it"
-            )
-        if key in ONLY and value not in (None, ONLY[key]):
-            raise InputError(f"{key} is {value!r} in the configuration: this model has {ONLY[key]!r} only")
-    for key in NEEDED:
-        value = theirs.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{key} is {value!r} in the configuration: it must be a whole number above 0")
-
-
 def _rope_theta(theirs: Mapping[str, Any]) -> float:
-    rope = theirs.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise InputError(f"rope_parameters has rope_type {rope['rope_type']!r}: this model has 'default' only")
-    return float(rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0)
+    rope = {} if theirs.get("rope_parameters") is None else theirs["rope_parameters"]
+    plain = {"rope_type": "default", "type": "default", "rope_theta": None}
+    if not isinstance(rope, Mapping) or any(
+        key not in plain or value not in (plain[key], None) for key, value in rope.items() if key != "rope_theta"
+    ):
+        raise InputError(f"rope_parameters is {rope!r}: this model has rope_type 'default' with a rope_theta only")
+    return keys.number(rope, "rope_theta", keys.number(theirs, "rope_theta", 10_000.0))
 
 
 def family(config: LanguageConfig) -> str:
@@ -182,7 +164,7 @@ def huggingface_config(config: LanguageConfig, base: Mapping[str, Any], length: 
 
 
 def superfluous(name: str, config: LanguageConfig) -> bool:
-    """Tensors that some files hold and no model needs: the copy of a tied head, computed rotary tables."""
+    """Tensors that some files hold beside the parameters: the copy of a tied head, computed rotary tables."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embedding and name == HEAD)
 
 

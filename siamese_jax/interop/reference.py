@@ -3,19 +3,18 @@
 Legend: D width, H heads, J key/value heads, K head dim, F hidden width, V rows of the embedding.
 """
 
-import ast
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from siamese_jax.errors import InputError
+from siamese_jax.interop import keys
 from siamese_jax.interop.layout import Layout, Rule, Shape, gated, join_all, matrix, norm, qkv, split_all
 from siamese_jax.layers.mlp import GATED
 from siamese_jax.models.language import INITIALIZERS, LanguageConfig
-from siamese_jax.residual.scheme import SchemeFactory
+from siamese_jax.residual.scheme import SchemeFactory, layer_rows
 from siamese_jax.residual.single_stream import Hybrid, Pre, Reordered
 from siamese_jax.residual.two_stream import SiameseHybrid
 
@@ -75,21 +74,22 @@ def language_config(
     Which blocks they are, and whether q/k norms are per head, stands in the parameters alone. The reference
     takes rows that only pad the vocabulary into its softmax, and so does the result, unless `exclude_padding`.
     """
-    _check_keys(reference)
+    keys.check_known(reference, KNOWN, ONLY)
     given = DEFAULTS | {key: value for key, value in reference.items() if key in DEFAULTS}
-    _check_numbers(given)
-    width, num_heads, num_layers = given["d_model"], given["n_heads"], given["n_layers"]
-    kv_heads = given["n_kv_heads"] or (1 if given["multi_query_attention"] else num_heads)
-    rows = given["embedding_size"] or given["vocab_size"]
-    _check_vocabulary(rows, given["vocab_size"], shapes)
-    if given["activation_type"] not in ("swiglu", "gelu"):
-        raise InputError(f"activation_type is {given['activation_type']!r}: this model has swiglu and gelu")
-    hidden = given["mlp_hidden_size"] or given["mlp_ratio"] * width
-    if given["activation_type"] in GATED:
+    width, num_heads, num_layers = (keys.whole(given, key) for key in ("d_model", "n_heads", "n_layers"))
+    multi_query = keys.flag(given, "multi_query_attention", False)
+    kv_heads = keys.whole(given, "n_kv_heads", 1 if multi_query else num_heads)
+    vocab_size = keys.whole(given, "vocab_size")
+    rows = keys.whole(given, "embedding_size", vocab_size)
+    _check_vocabulary(rows, vocab_size, shapes)
+    activation = keys.word(given, "activation_type", ("swiglu", "gelu"))
+    hidden = keys.whole(given, "mlp_hidden_size", int(keys.number(given, "mlp_ratio") * width))
+    if activation in GATED:
         if hidden % 2:
             raise InputError(f"mlp_hidden_size is {hidden}: swiglu splits it into two halves, so it must be even")
         hidden //= 2
-    if given["include_bias"] and not given["weight_tying"]:
+    use_bias, tied = keys.flag(given, "include_bias"), keys.flag(given, "weight_tying")
+    if use_bias and not tied:
         raise InputError("include_bias with weight_tying off gives the head a bias, which this model does not have")
     init = given["init_fn"] if given["init_fn"] in INITIALIZERS else "mitchell"
     residual, options, overrides = _scheme(reference, given, shapes, num_layers)
@@ -102,50 +102,18 @@ def language_config(
         num_heads=num_heads,
         num_kv_heads=0 if kv_heads == num_heads else kv_heads,
         mlp_hidden=hidden,
-        activation=given["activation_type"],
+        activation=activation,
         norm=_norm_kind(given),
-        norm_epsilon=given["layer_norm_eps"],
-        use_bias=given["include_bias"],
-        rope_theta=float(given["rope_theta"]),
-        vocab_size=given["vocab_size"] if exclude_padding else rows,
+        norm_epsilon=keys.number(given, "layer_norm_eps"),
+        use_bias=use_bias,
+        rope_theta=keys.number(given, "rope_theta"),
+        vocab_size=vocab_size if exclude_padding else rows,
         vocab_multiple=rows if exclude_padding else 1,
-        tie_embedding=given["weight_tying"],
+        tie_embedding=tied,
         init=init,
-        init_std=given["init_std"],
-        **_norm_places(reference, given, shapes),
+        init_std=keys.number(given, "init_std"),
+        **_norm_places(reference, given, shapes, kv_heads),
     )
-
-
-def _check_keys(reference: Mapping[str, Any]) -> None:
-    for key, value in reference.items():
-        if key not in KNOWN:
-            near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.0)[0]
-            raise InputError(f"unknown key {key!r} in the reference configuration (nearest: {near})")
-        if key in ONLY and value != ONLY[key]:
-            raise InputError(
-                f"{key} is {value!r} in the reference configuration: this model has {ONLY[key]!r} only"
-            )
-
-
-def _check_numbers(given: Mapping[str, Any]) -> None:
-    for key, default in DEFAULTS.items():
-        value = given[key]
-        if key in ("n_kv_heads", "mlp_hidden_size", "embedding_size", "multi_query_attention") and value is None:
-            continue
-        kind = int if key in ("n_kv_heads", "mlp_hidden_size") else type(default)
-        fits = {
-            bool: isinstance(value, bool),
-            str: isinstance(value, str),
-            int: isinstance(value, int) and not isinstance(value, bool) and value > 0,
-            float: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
-        }
-        if key in ("rope_theta", "mlp_ratio"):
-            kind = float
-        if key not in ("multi_query_attention", "bias_for_layer_norm") and not fits[kind]:
-            wanted = "above 0 " if kind in (int, float) else ""
-            raise InputError(
-                f"{key} is {value!r} in the reference configuration: it must be {wanted}of type {kind.__name__}"
-            )
 
 
 def _check_vocabulary(rows: int, vocab_size: int, shapes: Mapping[str, Shape]) -> None:
@@ -159,12 +127,9 @@ def _check_vocabulary(rows: int, vocab_size: int, shapes: Mapping[str, Shape]) -
 
 
 def _norm_kind(given: Mapping[str, Any]) -> str:
-    if given["layer_norm_type"] not in NORM_TYPES:
-        known = ", ".join(NORM_TYPES)
-        raise InputError(f"layer_norm_type is {given['layer_norm_type']!r}: this model has {known}")
-    kind = NORM_TYPES[given["layer_norm_type"]]
-    bias = given["include_bias"] if given["bias_for_layer_norm"] is None else given["bias_for_layer_norm"]
-    affine = given["layer_norm_with_affine"]
+    kind = NORM_TYPES[keys.word(given, "layer_norm_type", NORM_TYPES)]
+    bias = keys.flag(given, "bias_for_layer_norm", keys.flag(given, "include_bias"))
+    affine = keys.flag(given, "layer_norm_with_affine")
     if kind == "rms" and (bias or not affine):
         raise InputError("layer_norm_type 'rms' needs layer_norm_with_affine on and bias_for_layer_norm off")
     return kind if kind == "rms" else "layer_plain" if not affine else "layer" if bias else "layer_no_bias"
@@ -177,8 +142,8 @@ def _is_hybrid_code(reference: Mapping[str, Any], shapes: Mapping[str, Shape]) -
 def _scheme(reference, given, shapes, num_layers: int) -> tuple[str, dict[str, bool], str]:
     """(residual, its options, its overrides)."""
     if not _is_hybrid_code(reference, shapes):
-        return "reordered" if given["norm_after"] else "pre", {}, ""
-    if given["norm_after"]:
+        return "reordered" if keys.flag(given, "norm_after") else "pre", {}, ""
+    if keys.flag(given, "norm_after"):
         raise InputError("norm_after is on in a configuration of the hybrid blocks, which do not have it")
     two_stream = TWO_STREAM_MARK in shapes
     needed = OVERRIDES.values()
@@ -196,43 +161,33 @@ def _scheme(reference, given, shapes, num_layers: int) -> tuple[str, dict[str, b
     return "hybrid", options, repr(overrides) if overrides else ""
 
 
-def _parse_special(text: str, num_layers: int) -> dict[int, dict[str, bool]]:
+def _parse_special(text: Any, num_layers: int) -> dict[int, dict[str, bool]]:
     """norm_pos_special_config, such as "_{0:{'attn_norm':True,'ffn_residual':False}}_", in our options."""
     where = f"norm_pos_special_config {text!r}"
-    try:
-        given = ast.literal_eval(text.strip("_ ")) if text.strip("_ ") else {}
-        rows = [(layers if isinstance(layers, tuple) else (layers,), dict(row)) for layers, row in given.items()]
-    except (ValueError, SyntaxError, TypeError, AttributeError) as error:
-        raise InputError(f"{where} is not of the form _{{0:{{'attn_norm':True}},(1,2):{{...}}}}_") from error
     overrides: dict[int, dict[str, bool]] = {}
-    for layers, row in rows:
-        for key in row:
-            if key not in OVERRIDES:
-                raise InputError(f"{where} has the key {key!r}: it must be one of {', '.join(OVERRIDES)}")
-        for layer in layers:
-            if layer not in range(num_layers):
-                raise InputError(f"{where} names layer {layer!r}: layers are 0 to {num_layers - 1}")
-            overrides.setdefault(layer, {}).update({OVERRIDES[key]: bool(value) for key, value in row.items()})
+    for layer, row in layer_rows(str(text).strip("_ "), num_layers, where):
+        for key, value in row.items():
+            if key not in OVERRIDES or not isinstance(value, bool):
+                raise InputError(
+                    f"{where} has {key!r}: {value!r}; it may set {', '.join(OVERRIDES)} to True or False"
+                )
+            overrides.setdefault(layer, {})[OVERRIDES[key]] = value
     return overrides
 
 
-def _norm_places(reference, given, shapes) -> dict[str, str]:
+def _norm_places(reference, given, shapes, kv_heads: int) -> dict[str, str]:
     """Where q, k, v and the context are normalised: per head, or over all heads together."""
-    hybrid = HYBRID_DEFAULTS | {key: value for key, value in reference.items() if key in HYBRID_DEFAULTS}
-    both = given["attention_layer_norm"]
-    wanted = {
-        "query": both or hybrid["use_query_norm"],
-        "key": both or hybrid["use_key_norm"],
-        "value": hybrid["use_value_norm"],
-        "context": hybrid["use_context_norm"],
-    }
-    per_head = "head" if _is_hybrid_code(reference, shapes) else "full"
-    head = (given["d_model"] // given["n_heads"],)
+    both = keys.flag(given, "attention_layer_norm")
+    usual = "head" if _is_hybrid_code(reference, shapes) else "full"
+    head_dim = given["d_model"] // given["n_heads"]
     places = {}
     for name, short in BRANCH_NORMS.items():
-        shape = shapes.get(f"transformer.blocks.0.{short}.weight")
-        place = per_head if shape is None else "head" if shape == head else "full"
-        places[f"{name}_norm"] = place if wanted[name] else "none"
+        wanted = keys.flag(reference, f"use_{name}_norm", False) or (both and name in ("query", "key"))
+        # Either is found with either code. The gain's size tells which, but for a single head.
+        size = sum(shapes.get(f"transformer.blocks.0.{short}.weight", ()))
+        heads = given["n_heads"] if name in ("query", "context") else kv_heads
+        place = usual if heads == 1 or not size else "head" if size == head_dim else "full"
+        places[f"{name}_norm"] = place if wanted else "none"
     return places
 
 
@@ -334,6 +289,8 @@ def _check_expressible(config: LanguageConfig, factories) -> None:
         "full", "full", "none", "none",
     ):  # fmt: skip
         odd.append("full-width norms of anything but both q and k")
+    if places and config.norm == "layer_plain":
+        odd.append("norms of q, k, v or the context beside norms without gains")
     if config.activation not in ("swiglu", "gelu"):
         odd.append(f"activation {config.activation!r} (swiglu or gelu)")
     if config.use_bias and not config.tie_embedding:

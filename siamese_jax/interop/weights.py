@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 
 from siamese_jax.errors import FaultError, InputError
+from siamese_jax.interop.keys import Doubled, read_json
 
 Shape = tuple[int, ...]
 SAFETENSORS = ".safetensors"
@@ -110,32 +111,18 @@ def _unwrapped(names: list[str]) -> list[str]:
 def _read_index(path: pathlib.Path) -> dict[pathlib.Path, list[str]]:
     """{file: the names that the index says are in it}."""
     try:
-        table = _json(path.read_text(encoding="utf-8"))["weight_map"]
+        table = read_json(path.read_text(encoding="utf-8"))["weight_map"]
         shards: dict[pathlib.Path, list[str]] = {}
         for name, file in table.items():
             shards.setdefault(path.parent / file, []).append(name)
-    except _Doubled as error:
-        raise InputError(f"{path} names {error} twice") from error
+    except Doubled as error:
+        raise InputError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not an index of weights (a JSON object with a weight_map)") from error
     for shard in shards:
         if not shard.is_file():
             raise InputError(f"{path} names {shard.name}, which does not exist beside it")
     return shards
-
-
-class _Doubled(Exception):
-    """A name that a JSON object has twice, of which Python would silently keep the last."""
-
-
-def _json(text: str | bytes) -> Any:
-    def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name, count in collections.Counter(name for name, _ in pairs).items():
-            if count > 1:
-                raise _Doubled(name)
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=single)
 
 
 def _open_part(path: pathlib.Path, names: list[str] | None) -> "_Part":
@@ -177,9 +164,9 @@ class _Safetensors(_Part):
                     for name, found in slices.items()
                 }
             with path.open("rb") as file:
-                _json(file.read(*struct.unpack("<Q", file.read(8))))
-        except _Doubled as error:
-            raise InputError(f"{path} holds {error} twice") from error
+                read_json(file.read(*struct.unpack("<Q", file.read(8))))
+        except Doubled as error:
+            raise InputError(f"{path}: {error}") from error
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{path} is not a whole .safetensors file: {_one_line(error)}") from error
 

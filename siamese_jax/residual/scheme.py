@@ -149,26 +149,36 @@ def resolve_options(name: str, options: Mapping[str, typing.Any]) -> dict[str, t
     return {option: given.get(option, default) for option, (_, default) in known.items()}
 
 
-def parse_overrides(name: str, num_layers: int, text: str) -> dict[int, dict[str, typing.Any]]:
-    """{layer: {option: value}} of "{0: {'attn_norm': True}, (2, 3): {...}}"; InputError where it is not that."""
-    where = f"model.residual_overrides {text!r}"
+def layer_rows(text: str, num_layers: int, where: str) -> list[tuple[int, dict]]:
+    """[(layer, row), ...] of "{0: {...}, (2, 3): {...}}", a Python literal; InputError where it is not that."""
     try:
-        given = ast.literal_eval(text) if text.strip() else {}
+        tree = ast.parse(text.strip() or "{}", mode="eval").body
+        given = ast.literal_eval(tree)
         rows = [(layers if isinstance(layers, tuple) else (layers,), dict(row)) for layers, row in given.items()]
-    except (ValueError, SyntaxError, TypeError, AttributeError) as error:
+    except (ValueError, SyntaxError, TypeError, AttributeError, RecursionError, MemoryError) as error:
         raise InputError(f"{where} is not of the form {{0: {{'option': value}}, (2, 3): {{...}}}}") from error
+    if any(len(node.keys) != len(ast.literal_eval(node)) for node in ast.walk(tree) if isinstance(node, ast.Dict)):
+        raise InputError(f"{where} has a key twice")
+    for layers, _ in rows:
+        for layer in layers:
+            if type(layer) is not int or not 0 <= layer < num_layers:
+                raise InputError(f"{where}: there is no layer {layer!r}; layers are 0 to {num_layers - 1}")
+    return [(layer, row) for layers, row in rows for layer in layers]
+
+
+def parse_overrides(name: str, num_layers: int, text: str) -> dict[int, dict[str, typing.Any]]:
+    """{layer: {option: value}} of model.residual_overrides; later rows count where two name one layer."""
+    where = f"model.residual_overrides {text!r}"
+    rows = layer_rows(text, num_layers, where)
     found = _find(name)
     if rows and not isinstance(found, type):
         raise InputError(f"{where}: the composite scheme {name!r} has layers of its own; override a plain scheme")
     overrides: dict[int, dict[str, typing.Any]] = {}
-    for layers, row in rows:
+    for layer, row in rows:
         resolve_options(name, row)  # checks names and values
         for option in row.keys() & set(found.model_options):
             raise InputError(f"{where}: {option} belongs to the whole model; set it in model.residual_options")
-        for layer in layers:
-            if type(layer) is not int or not 0 <= layer < num_layers:
-                raise InputError(f"{where}: there is no layer {layer!r}; layers are 0 to {num_layers - 1}")
-            overrides.setdefault(layer, {}).update((k, v) for k, v in row.items() if v is not None)
+        overrides.setdefault(layer, {}).update((k, v) for k, v in row.items() if v is not None)
     return overrides
 
 

@@ -62,6 +62,7 @@ MODELS = {
     "pre_full": plain("pre", "full"),
     "pre_head": plain("pre", "head"),
     "pre_plain": plain("pre", norm="layer_plain", num_kv_heads=1),
+    "pre_full_one_kv_head": plain("pre", "full", num_kv_heads=1),
     "pre_no_bias": plain("pre", norm="layer_no_bias", num_kv_heads=0),
     "reordered": plain("reordered", "full"),
 }
@@ -142,7 +143,21 @@ SHAPES = reference.layout(MODELS["siamese"]).tensors()
     ("change", "words"),
     [
         ({"d_modle": 32}, ("'d_modle'", "nearest: d_model")),
-        ({"d_model": "32"}, ("d_model", "'32'", "int")),
+        ({"d_model": "32"}, ("d_model", "'32'", "whole number")),
+        ({"d_model": True}, ("d_model", "True")),
+        ({"n_kv_heads": 2.0}, ("n_kv_heads", "2.0")),
+        ({"rope_theta": float("inf")}, ("rope_theta", "inf")),
+        ({"rope_theta": 10**400}, ("rope_theta", "number above 0")),
+        ({"layer_norm_eps": "1e-6x"}, ("layer_norm_eps", "1e-6x")),
+        ({"layer_norm_eps": -1.0}, ("layer_norm_eps", "-1.0")),
+        ({"use_query_norm": "false"}, ("use_query_norm", "'false'", "true or false")),
+        ({"weight_tying": "no"}, ("weight_tying", "'no'")),
+        ({3: 4}, ("unknown key 3",)),
+        (
+            {"norm_pos_special_config": "_{0:{'ffn_residual':'False'}}_"},
+            ("'ffn_residual': 'False'", "True or False"),
+        ),
+        ({"norm_pos_special_config": "_{0:{'attn_norm':True},0:{}}_"}, ("twice",)),
         ({"n_layers": 0}, ("n_layers", "0")),
         ({"rope": False}, ("rope", "False", "True")),
         ({"alibi": True}, ("alibi",)),
@@ -180,6 +195,7 @@ def test_a_wrong_configuration_ends_in_one_line(change, words):
         ({"activation": "gelu_tanh"}, ("gelu_tanh",)),
         ({"head_dim": 6}, ("head_dim 6",)),
         ({"use_bias": True}, ("use_bias", "head")),
+        ({"norm": "layer_plain"}, ("without gains",)),
     ],
 )
 def test_what_the_reference_does_not_have_is_named(change, words):

@@ -190,12 +190,12 @@ def test_a_name_that_is_there_twice_is_refused(tmp_path):
     write(tmp_path / "1.safetensors", {"a": np.zeros(2, np.float32)})
     index = tmp_path / "x.index.json"
     index.write_text('{"weight_map": {"a": "1.safetensors", "a": "1.safetensors"}}')
-    refused(index, index, "names a twice")
+    refused(index, index, "'a' stands there twice")
     entry = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
     header = b"{" + entry + b"," + entry + b"}"
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    refused(path, path, "holds a twice")
+    refused(path, path, "'a' stands there twice")
 
 
 def test_broken_indexes_end_in_one_line(tmp_path):
