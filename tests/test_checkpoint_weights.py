@@ -205,12 +205,12 @@ LARGE = """
     from siamese_jax.checkpoint import open_weights, write_weights
 
     def shapes(count):
-        return {{"params": {{name: jax.ShapeDtypeStruct((16, count // 16), jnp.float32) for name in "abcdef"}}}}
+        return {{"params": {{name: jax.ShapeDtypeStruct((16, count // 16), jnp.float32) for name in names}}}}
 
     def make(name, count):
         return np.random.default_rng(ord(name[-1])).standard_normal((16, count // 16), np.float32)
 
-    folder = {folder!r}
+    folder, names = {folder!r}, "abcdef"
 """
 
 
@@ -252,7 +252,10 @@ def test_what_a_killed_process_left_is_written_over(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_no_more_than_a_few_arrays_are_in_memory(tmp_path):
-    """Six arrays, 384 MiB together: neither writing nor reading raises the peak of the process by that much."""
+    """640 MiB together: neither writing nor reading raises the peak of the process by that much.
+
+    A few arrays' worth, in freed memory that is not returned yet, does not depend on how many there are.
+    """
     code = """
     def peak():
         with open("/proc/self/status") as lines:
@@ -267,9 +270,10 @@ def test_no_more_than_a_few_arrays_are_in_memory(tmp_path):
                 assert (opened.read(name) == make(name, count)).all()
         return written - start, peak() - start
 
+    names = "abcdefghij"
     write_and_read(0, 160)
     print(*write_and_read(1, 1 << 24))
     """
     out, _ = finish(run_python(LARGE.format(folder=str(tmp_path)) + code))
     written, read = map(float, out.split())
-    assert written < 360 and read < 360, out
+    assert written < 512 and read < 512, out

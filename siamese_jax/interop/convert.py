@@ -12,7 +12,8 @@ DIR becomes a run folder that eval.py takes, with a config.py for train.py. Weig
 
 To PyTorch: DIR is a run folder; its newest sound checkpoint is taken unless --step says otherwise, and the
 running average where the run keeps one. --to is a .safetensors file (configuration beside it, with the suffix
-.json) or a folder to make. The layout is that of the origin, or the reference's, unless --layout is given.
+.json) or a folder to make. The layout is that of the origin, of a run too that was trained on from converted
+weights (training.init_from), or the reference's, unless --layout is given.
 
 Nothing that exists is written over, and what is written appears whole or not at all. .pt and .bin need PyTorch
 (pip install torch). Exit codes: 0 done, 2 wrong input, 1 anything else.
@@ -20,6 +21,7 @@ Nothing that exists is written over, and what is written appears whole or not at
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -41,14 +43,16 @@ from siamese_jax.config import base_config, language_config, resolved
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import FaultError, InputError
 from siamese_jax.interop import huggingface, reference
+from siamese_jax.interop.keys import read_json, read_yaml
 from siamese_jax.interop.layout import Layout, check_tensors
-from siamese_jax.interop.weights import SafetensorsWriter, open_weights_file
+from siamese_jax.interop.weights import PICKLES, SAFETENSORS, SafetensorsWriter, open_weights_file
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageConfig, check_model
 from siamese_jax.run_folder import CHECKPOINTS, CONFIG, read_config, write_json
 
 LAYOUTS = {"reference": reference.layout, "huggingface": huggingface.layout}
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = "model.safetensors"
 STEP = 0  # of a converted checkpoint: no update was done here
 
 flags.DEFINE_string("from", None, "PyTorch checkpoint (file, index or folder), or a run folder.")
@@ -75,7 +79,7 @@ def read_foreign_config(weights: pathlib.Path, given: str | None) -> tuple[pathl
     path = pathlib.Path(given) if given else _config_beside(weights)
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        found = read_json(text) if path.suffix == ".json" else read_yaml(text)
     except FileNotFoundError as error:
         raise InputError(f"there is no configuration file {path}") from error
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
@@ -105,6 +109,10 @@ def foreign_model(
 ) -> tuple[str, LanguageConfig, Layout]:
     """(name of the layout, our configuration, layout) of a PyTorch model; InputError where there is none here."""
     if huggingface.is_huggingface(theirs):
+        if exclude_padding:
+            raise InputError(
+                "--exclude_padding: a configuration of transformers does not say which rows are padding"
+            )
         name, model = "huggingface", huggingface.language_config(theirs)
     else:
         name, model = "reference", reference.language_config(theirs, shapes, exclude_padding)
@@ -123,14 +131,19 @@ def import_checkpoint(
 ) -> dict[str, Any]:
     """Makes the run folder `to` of a PyTorch checkpoint; what was done, as a dict that JSON can hold."""
     folder = pathlib.Path(to)
+    if folder.suffix in (SAFETENSORS, *PICKLES):
+        raise InputError(f"--to {to}: from PyTorch a run folder is made, not a {folder.suffix} file")
     _check_absent(folder)
     config_path, theirs = read_foreign_config(pathlib.Path(source), config_file)
     with open_weights_file(source) as weights:
         found = dict(weights.shapes)
         layout_name, model, layout = foreign_model(theirs, found, exclude_padding)
         if layout_name == "huggingface":
+            _check_tied(source, weights, model)
             found = {name: shape for name, shape in found.items() if not huggingface.superfluous(name, model)}
         check_tensors(layout.tensors(), found, f"{source} ({config_path.name})")
+        for name in found:
+            weights.check_type(name)
         config = _run_config(model, theirs, _tokenizer_of(source, tokenizer, say))
         about = {
             "tokens": 0,
@@ -141,7 +154,7 @@ def import_checkpoint(
             "library": __version__,
         }
         say(f"{source}: {layout_name} layout, {_described(model, layout)}, {weights.size:,} bytes")
-        with _beside(folder) as building:
+        with _building(folder) as building:
             entries = layout.entries(model)
             with _progress(layout) as bar:
 
@@ -154,10 +167,22 @@ def import_checkpoint(
                 write_weights(building / CHECKPOINTS, STEP, shapes, read, about)
             write_json(building / CONFIG, resolved(config))
             (building / "config.py").write_text(_config_py(config, source, to), encoding="utf-8")
+            building.rename(folder)
     return {
         "from": str(source), "to": str(to), "layout": layout_name, "residual": model.residual,
         "parameters": _count(layout), "tensors": len(layout.tensors()), "step": STEP,
     }  # fmt: skip
+
+
+def _check_tied(source: str, weights, model: LanguageConfig) -> None:
+    """InputError where a head that the configuration ties to the embedding is another matrix in the file."""
+    if model.tie_embedding and {huggingface.HEAD, huggingface.TABLE} <= weights.shapes.keys():
+        head, table = weights.read(huggingface.HEAD), weights.read(huggingface.TABLE)
+        if not np.array_equal(head, table):
+            raise InputError(
+                f"{source}: tie_word_embeddings is on, but {huggingface.HEAD} is not {huggingface.TABLE}: "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )
 
 
 def _run_config(model: LanguageConfig, theirs: Mapping[str, Any], tokenizer: str):
@@ -227,12 +252,16 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes the weights of a run folder for PyTorch; what was done, as a dict that JSON can hold."""
     target = pathlib.Path(to)
-    is_file = target.suffix == ".safetensors"
+    is_file = target.suffix == SAFETENSORS
+    if target.suffix in PICKLES:
+        raise InputError(f"--to {to}: what is written is a {SAFETENSORS} file or a folder, not {target.suffix}")
     _check_absent(target)
+    if is_file:
+        _check_absent(target.with_suffix(".json"))
     config = read_config(source)
     model = language_config(config)
     with open_weights(pathlib.Path(source) / CHECKPOINTS, step, log=say) as opened:
-        origin = opened.about.get("converted", {})
+        origin = opened.about.get("converted") or {}
         layout_name = layout or origin.get("layout", "reference")
         built = LAYOUTS[layout_name](model)
         base = origin.get("config", {}) if origin.get("layout") == layout_name else {}
@@ -247,41 +276,26 @@ def export_checkpoint(
                 "PyTorch takes them into its softmax, this library does not"
             )
 
-        def write(path: pathlib.Path) -> None:
-            with SafetensorsWriter(path, built.tensors(), dtype) as writer, _progress(built) as bar:
+        with _building(target) as building:
+            with SafetensorsWriter(building / WEIGHTS, built.tensors(), dtype) as writer, _progress(built) as bar:
                 for name, entry in entries.items():
                     for tensor_name, tensor in entry.split(opened.read(name)):
                         writer.write(tensor_name, _counted(bar, tensor))
-
-        if is_file:
-            _write_file(target, theirs, write)
-        else:
-            with _beside(target) as building:
-                building.mkdir()
-                write(building / "model.safetensors")
-                if layout_name == "huggingface":
-                    write_json(building / "config.json", theirs)
-                else:
-                    (building / "config.yaml").write_text(yaml.safe_dump({"model": theirs}, sort_keys=False))
+            if is_file or layout_name == "huggingface":
+                write_json(building / "config.json", theirs)
+            else:
+                (building / "config.yaml").write_text(yaml.safe_dump({"model": theirs}, sort_keys=False))
+            if is_file:
+                (building / "config.json").rename(target.with_suffix(".json"))
+                (building / WEIGHTS).rename(target)
+            else:
+                building.rename(target)
         averaged = top != "params"
         return {
             "from": str(source), "to": str(to), "layout": layout_name, "residual": model.residual,
             "parameters": _count(built), "tensors": len(built.tensors()), "step": opened.step, "averaged": averaged,
             "dtype": dtype,
         }  # fmt: skip
-
-
-def _write_file(target: pathlib.Path, theirs: dict, write: Callable) -> None:
-    """The weights as one file with its configuration beside it; neither stays without the other."""
-    beside = target.with_suffix(".json")
-    _check_absent(beside)
-    _make_parent(target)
-    write_json(beside, theirs)
-    try:
-        write(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _foreign_config(layout: str, model: LanguageConfig, base: Mapping, length: int, dtype: str) -> dict[str, Any]:
@@ -300,29 +314,30 @@ def _check_stored(source: str, model: LanguageConfig, top: str, stored: Mapping[
 
 
 @contextlib.contextmanager
-def _beside(folder: pathlib.Path):
-    """A folder to build in, which becomes `folder` at the end and is removed where that is not reached."""
-    _make_parent(folder)
-    building = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    shutil.rmtree(building, ignore_errors=True)
+def _building(target: pathlib.Path):
+    """A hidden folder beside `target` to build in; what is not moved out of it goes, and so do new parents."""
+    target = target.absolute()
+    building = target.with_name(f".{target.name}.part")
+    new_parents = [parent for parent in target.parents if not os.path.exists(parent)]
     try:
+        shutil.rmtree(building, ignore_errors=True)  # of a run that was killed
+        building.mkdir(parents=True)
         yield building
-        building.rename(folder)
     except OSError as error:
-        raise FaultError(f"cannot write {folder}: {error.strerror}: free space, then start again") from error
+        where = f"cannot write --to {target}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise FaultError(f"{where}: free space, then start again") from error
+        raise InputError(f"{where}: choose another place") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-def _make_parent(path: pathlib.Path) -> None:
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder of --to {path}: {error.strerror}: choose another one") from error
+        if not os.path.lexists(target):
+            for parent in new_parents:
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
 
 
 def _check_absent(path: pathlib.Path) -> None:
-    if path.exists():
+    if os.path.lexists(path):
         raise InputError(f"{path} exists: it is never written over; name another --to or remove it")
 
 
@@ -350,7 +365,7 @@ def _plain(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     given = flags.FLAGS
     source, to = program.required("from"), program.required("to")
-    if not pathlib.Path(source).exists():
+    if not os.path.exists(source):
         raise InputError(f"--from {source} does not exist")
     outward = (pathlib.Path(source) / CHECKPOINTS).is_dir()
     wrong = ("config_file", "tokenizer", "exclude_padding") if outward else ("layout", "dtype", "step")

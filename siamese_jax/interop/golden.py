@@ -99,29 +99,32 @@ def read_golden(path: str) -> Golden:
     except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         reason = " ".join(str(error).split())[:120]
         raise InputError(f"{path} is not a golden file (.npz of arrays): {reason}") from error
-    if not isinstance(config, dict) or not isinstance(meta, dict) or meta.get("dtype") not in TOLERANCES:
+    if not isinstance(config, dict) or not isinstance(meta, dict) or str(meta.get("dtype")) not in TOLERANCES:
         raise InputError(f"{path} is not a golden file: config or meta (with a dtype) is not what it must be")
-    for name in arrays:
-        if name.partition("/")[0] not in KINDS:
+    for name, array in arrays.items():
+        kind = name.partition("/")[0]
+        if kind not in KINDS:
             raise InputError(f"{path} is a golden file of another format: it has {name!r}")
+        if kind not in ("in", "buffer") and array.dtype not in TOLERANCES:
+            raise InputError(f"{path}: {name} is {array.dtype}; it must be {' or '.join(TOLERANCES)}")
     return Golden(path, str(meta.get("case", pathlib.Path(path).stem)), meta["dtype"], config, arrays)
 
 
 def compare_golden(
-    path: str,
+    path: str | Golden,
     *,
     dtype: str | None = None,
     atol: float | None = None,
     rtol: float | None = None,
     scan: bool = True,
 ) -> dict[str, Any]:
-    """Everything that a file records against ours: a dict that JSON can hold, its rows worst first.
+    """Everything that a file, or one that was read, records against ours, as a dict that JSON can hold.
 
-    dtype: float32 or float64, in which ours is computed; that of the file unless given. float64 needs
-    jax_enable_x64. atol, rtol: as in TOLERANCES, of the coarser of the two types unless given. scan: whether
-    the layers are scanned or unrolled.
+    Its rows are worst first. dtype: float32 or float64, in which ours is computed; that of the file unless
+    given. float64 needs jax_enable_x64. atol, rtol: as in TOLERANCES, of the coarser of the two types unless
+    given. scan: whether the layers are scanned or unrolled.
     """
-    golden = read_golden(path)
+    golden = path if isinstance(path, Golden) else read_golden(path)
     dtype = dtype or golden.dtype
     coarser = "float32" if "float32" in (dtype, golden.dtype) else "float64"
     atol, rtol = (
@@ -131,7 +134,7 @@ def compare_golden(
         model, rows = _family_of(golden)(golden, Settings(dtype, atol, rtol, scan))
     rows = sorted(rows, key=lambda row: -row.badness)
     return {
-        "file": str(path), "case": golden.case, "model": model, "recorded": golden.dtype, "dtype": dtype,
+        "file": golden.path, "case": golden.case, "model": model, "recorded": golden.dtype, "dtype": dtype,
         "atol": atol, "rtol": rtol, "ok": all(row.ok for row in rows),
         "rows": [row.plain() for row in rows],
     }  # fmt: skip
@@ -171,12 +174,12 @@ def compare_language(golden: Golden, settings: Settings) -> tuple[str, list[Row]
     layout = reference.layout(config)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), join_all(layout, config, weights))
     tokens = _tokens(golden, config)
-    rotary = tuple(golden.group("rope").get(name) for name in ("sin", "cos"))
-    rows = []
-    if any(table is None for table in rotary):
-        rotary = rotary_tables(jnp.arange(tokens.shape[1]), config.key_dim, config.rope_theta)
-    else:
-        ours = rotary_tables(jnp.arange(tokens.shape[1]), config.key_dim, config.rope_theta)
+    rows, tables = [], golden.group("rope")
+    rotary = ours = rotary_tables(jnp.arange(tokens.shape[1]), config.key_dim, config.rope_theta)
+    if tables:
+        if set(tables) != {"sin", "cos"}:
+            raise InputError(f"{golden.path} has the tables rope/{', rope/'.join(sorted(tables))}, not sin and cos")
+        rotary = tables["sin"], tables["cos"]
         limit = tokens.shape[1] * 2.0**-23  # one rounding of the largest angle, in float32
         rows += [
             difference(f"rope/{name}", *both, "abs", limit)
@@ -208,10 +211,20 @@ def _tokens(golden: Golden, config: LanguageConfig) -> jax.Array:
     if set(inputs) != {"input_ids"}:
         raise InputError(f"{golden.path} has the inputs {', '.join(sorted(inputs)) or 'none'}, not input_ids alone")
     tokens = inputs["input_ids"]
-    if tokens.ndim != 2 or tokens.min() < 0 or tokens.max() >= config.vocab_size:
+    if (
+        tokens.ndim != 2
+        or not np.issubdtype(tokens.dtype, np.integer)
+        or min(tokens.shape) < 1
+        or tokens.shape[1] < 2
+    ):
         raise InputError(
-            f"{golden.path}: input_ids of shape {tokens.shape} from {tokens.min()} to {tokens.max()} "
-            f"do not fit a vocabulary of {config.vocab_size}"
+            f"{golden.path}: input_ids are {tokens.dtype} of shape {tokens.shape}; they must be whole numbers of "
+            "shape (batch, length) with at least two of them"
+        )
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise InputError(
+            f"{golden.path}: input_ids from {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
+            f"{config.vocab_size}"
         )
     return jnp.asarray(tokens, jnp.int32)
 

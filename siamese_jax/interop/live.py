@@ -1,7 +1,7 @@
 """A small model in PyTorch and in JAX, side by side: every part of training compared, one by one.
 
-Both get the same weights and batches. What is compared on our side is the code that trains: the model, its
-loss, make_optimizer, make_schedule and make_train_step.
+Both get the same weights and batches. On our side the update is that of training: the model, its loss,
+make_optimizer, make_schedule and make_train_step; the parts before it are compared by themselves.
 """
 
 import contextlib

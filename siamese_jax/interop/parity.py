@@ -58,6 +58,7 @@ flags.DEFINE_integer("steps", 100, "Live: AdamW updates of the training run.")
 flags.DEFINE_integer("seed", 0, "Live: of weights and batches.")
 flags.DEFINE_string("out", None, "Live: folder for the plot and the figures.")
 program.define_json_flag()
+LIVE_ONLY = ("residual", "steps", "seed", "out")
 
 
 def main(files: Sequence[str]) -> None:
@@ -74,12 +75,13 @@ def main(files: Sequence[str]) -> None:
 def _golden(files: Sequence[str]) -> bool:
     """Whether everything in the files is within its limit."""
     given, results = flags.FLAGS, []
-    for path in files:
-        read_golden(path)  # a wrong file ends here, before the others are computed
-    for path in tqdm(files, unit="file", delay=2, leave=False, dynamic_ncols=True):
-        dtype = given.dtype or read_golden(path).dtype
-        jax.config.update("jax_enable_x64", dtype == "float64")
-        results.append(compare_golden(path, dtype=dtype, atol=given.atol, rtol=given.rtol))
+    for name in LIVE_ONLY:
+        if given[name].present:
+            raise InputError(f"--{name} is for --live: leave it out with golden files")
+    goldens = [read_golden(path) for path in files]  # a wrong file ends here, before the others are computed
+    for golden in tqdm(goldens, unit="file", delay=2, leave=False, dynamic_ncols=True):
+        jax.config.update("jax_enable_x64", (given.dtype or golden.dtype) == "float64")
+        results.append(compare_golden(golden, dtype=given.dtype, atol=given.atol, rtol=given.rtol))
         if not given.json:
             tqdm.write(format_golden(results[-1]) + "\n", file=sys.stdout)
     ok = all(result["ok"] for result in results)
@@ -98,14 +100,19 @@ def _live() -> bool:
         if given[name].value is not None:
             raise InputError(f"--{name} is for golden files; --live has limits of its own, which its table shows")
     require_torch()
+    if not 0 <= given.seed < 2**31:
+        raise InputError(f"--seed is {given.seed}: it must be 0 or more, and below 2^31")
     if given.steps < 2:
         raise InputError(f"--steps is {given.steps}: it must be at least 2")
     for residual in given.residual:
         if residual not in MODELS:
             raise InputError(f"--residual is {residual!r}: the PyTorch side has {', '.join(MODELS)}")
     out = pathlib.Path(given.out) if given.out else None
-    if out is not None and out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file: name a folder")
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out {out} cannot be made a folder ({error.strerror}): name another one") from error
     results = []
     jax.config.update("jax_enable_x64", False)
     initial = [row.plain() for row in compare_initialisation(say=program.say)]
@@ -118,7 +125,6 @@ def _live() -> bool:
     ok = all(row["ok"] for row in initial) and all(result["ok"] for result in results)
     report = _finite({"ok": ok, "runs": results, "initialisation": initial})
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         plot_live(results, out / "parity.png")
         write_json(out / "parity.json", report)
         program.say(f"plot: {out / 'parity.png'}, figures: {out / 'parity.json'}")

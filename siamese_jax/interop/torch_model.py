@@ -163,6 +163,8 @@ class TorchLanguageModel(nn.Module):
 
     def __init__(self, config: Mapping[str, Any], two_stream: bool):
         super().__init__()
+        if config["layer_norm_type"] != "rms" or config["include_bias"] or config["bias_for_layer_norm"]:
+            raise NotImplementedError("this model has RMSNorm and no biases")
         self.config, self.two_stream = dict(config), two_stream
         width, rows = config["d_model"], config["embedding_size"] or config["vocab_size"]
         parts = {"wte": nn.Embedding(rows, width), "ln_f": RMSNorm(width, config["layer_norm_eps"])}

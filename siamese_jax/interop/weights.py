@@ -85,14 +85,18 @@ class WeightsFile:
         for part, _ in self._parts.values():
             part.close()
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as float32; InputError where that would round it or it holds no numbers of this kind."""
+    def check_type(self, name: str) -> None:
+        """InputError where a tensor holds no floating-point numbers, or such that float32 would round."""
         kind = self.types[name]
         if kind not in READABLE:
             raise InputError(
                 f"{self.path}: {name} is {kind}; parameters here are float32: "
                 f"convert it to one of {', '.join(READABLE)}"
             )
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32; InputError as of `check_type`."""
+        self.check_type(name)
         part, stored = self._parts[name]
         return part.read(stored)
 

@@ -74,11 +74,13 @@ def train(
 
 def _about(parts: Parts, step: int, recorder: Recorder) -> dict:
     """What a checkpoint tells beside its arrays. metrics: the last finite ones; owed: the line of the step
-    where a signal cut its validation short, to be written when the run goes on and has made up for it."""
+    where a signal cut its validation short, to be written when the run goes on and has made up for it;
+    converted: the PyTorch checkpoint that the weights came from, None where they did not."""
     return {
         "tokens": step * recorder.tokens_per_step,
         "metrics": recorder.last_finite,
         "owed": recorder.owed,
+        "converted": recorder.converted,
         "config": resolved(parts.config),
         "data": {
             "seed": parts.config.seed,

@@ -35,7 +35,7 @@ class Recorder:
         self.writer = MetricWriter(workdir, start)
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
         self.say, self.start, self.last_line = say, start, -math.inf
-        self.last_finite, self.owed = found.metrics, found.owed
+        self.last_finite, self.owed, self.converted = found.metrics, found.owed, found.converted
         self.checkpoints = checkpoints
 
     def __enter__(self):

@@ -17,13 +17,14 @@ from siamese_jax.training.state import TrainState, initial_state
 
 @dataclasses.dataclass
 class Start:
-    """Where a run starts: its own state, or only weights, or neither; `metrics` and `owed` as in `_about`."""
+    """Where a run starts: its own state, or only weights, or neither; the last three as in `_about`."""
 
     origin: str
     state: TrainState | None = None
     weights: Any = None
     metrics: dict = dataclasses.field(default_factory=dict)
     owed: dict | None = None
+    converted: dict | None = None
 
 
 def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
@@ -35,12 +36,14 @@ def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
     if restored is not None:
         step, state, about = restored
         _check_same_data(parts, step, about["data"]["fingerprint"])
-        return Start(f"checkpoint {step}", state, metrics=about.get("metrics", {}), owed=about.get("owed"))
+        told = {"metrics": about.get("metrics", {}), "owed": about.get("owed"), "converted": about.get("converted")}
+        return Start(f"checkpoint {step}", state, **told)
     source = parts.config.training.init_from
     if not source:
         return Start("initial parameters")
-    step, weights = _weights_of(source, _state_shapes(parts).params, say)
-    return Start(f"the weights of {source}, checkpoint {step}", weights=weights)
+    step, weights, about = _weights_of(source, _state_shapes(parts).params, say)
+    origin = f"the weights of {source}, checkpoint {step}"
+    return Start(origin, weights=weights, converted=about.get("converted"))
 
 
 def _check_same_data(parts: Parts, step: int, stored: str) -> None:
@@ -52,8 +55,8 @@ def _check_same_data(parts: Parts, step: int, stored: str) -> None:
         )
 
 
-def _weights_of(source: str, shapes: Any, say: Callable) -> tuple[int, Any]:
-    """(step, parameters) of the newest sound checkpoint of another run."""
+def _weights_of(source: str, shapes: Any, say: Callable) -> tuple[int, Any, dict]:
+    """(step, parameters, what it tells beside them) of the newest sound checkpoint of another run."""
     try:
         with Checkpoints(pathlib.Path(source) / CHECKPOINTS, log=say) as checkpoints:
             found = checkpoints.restore({"params": shapes}, partial=True)
@@ -61,7 +64,7 @@ def _weights_of(source: str, shapes: Any, say: Callable) -> tuple[int, Any]:
         raise InputError(f"training.init_from {source}: {error}") from error
     if found is None:
         raise InputError(f"training.init_from {source}: there is no checkpoint in {source}/{CHECKPOINTS}")
-    return found[0], found[1]["params"]
+    return found[0], found[1]["params"], found[2]
 
 
 def _state_shapes(parts: Parts) -> TrainState:

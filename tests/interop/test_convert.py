@@ -1,5 +1,6 @@
 """The converter as a user runs it: there and back, into eval.py and train.py, and every wrong input."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -126,6 +127,17 @@ def test_a_trained_run_computes_the_same_after_a_round_trip(place, tmp_path):
     arguments = [f"--config.{key}={value}" for key, value in keys.items()]
     ended = place.run(f"--config={tmp_path / 'back' / 'config.py'}", f"--workdir={new}", *arguments)
     assert ended.code == 0, ended
+    # What it was made of is not forgotten by training: the layout, and keys that ours does not have.
+    back = json.loads((tmp_path / "model.json").read_text()) | {"eos_token_id": 7}
+    (tmp_path / "other.json").write_text(json.dumps(back))
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    convert(place, tmp_path / "other.safetensors", tmp_path / "again", "--exclude_padding")
+    tuned = tmp_path / "tuned"
+    ended = place.run(f"--config={tmp_path / 'again' / 'config.py'}", f"--workdir={tuned}", *arguments)
+    assert ended.code == 0, ended
+    convert(place, tuned, tmp_path / "tuned.safetensors")
+    assert json.loads((tmp_path / "tuned.json").read_text()) == back
+
     first = json.loads((new / "metrics.jsonl").read_text().splitlines()[0])
     assert abs(first["loss"] - ours["total"]["loss"]) < 0.3 < abs(first["loss"] - np.log(257))
 
@@ -178,6 +190,29 @@ def test_transformers_loads_an_export_and_computes_what_the_run_does(tmp_path):
         jax.jit(LanguageModel(PRE).apply)({"params": params}, jnp.asarray(tokens)), theirs, rtol=0, atol=2e-5
     )
     assert split_all(huggingface.layout(PRE), PRE, params).keys() <= model.state_dict().keys()
+
+
+def test_a_tied_head_that_is_another_matrix_is_not_dropped(place, tmp_path):
+    tied = dataclasses.replace(PRE, tie_embedding=True)
+    source = tmp_path / "theirs"
+    source.mkdir()
+    tensors = tensors_of(huggingface.layout(tied))
+    (source / "config.json").write_text(json.dumps(huggingface.huggingface_config(tied, {}, 64, "float32")))
+    for factor, code in ((1.0, 0), (2.0, 2)):
+        head = {huggingface.HEAD: factor * tensors[huggingface.TABLE]}
+        safetensors.numpy.save_file(tensors | head, source / "model.safetensors")
+        ended = convert(place, source, tmp_path / f"ours{code}", code=code)
+        assert ("tie_word_embeddings is on" in ended.err) == (code == 2)
+    convert(place, source, tmp_path / "x", "--exclude_padding", code=2)
+
+
+def test_yaml_is_read_as_olmo_reads_it(tmp_path):
+    """1e-6 without a dot is a number to OLMo's reader, a string to PyYAML's."""
+    source, _ = make_checkpoint(tmp_path / "theirs", suffix="yaml")
+    text = (source / "config.yaml").read_text().replace("layer_norm_eps: 1.0e-05", "layer_norm_eps: 1e-6")
+    (source / "config.yaml").write_text(text)
+    import_checkpoint(str(source), str(tmp_path / "ours"), say=lambda line: None)
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model"]["norm_epsilon"] == 1e-6
 
 
 def test_a_tokenizer_beside_the_weights_is_found(place, tmp_path):
@@ -289,6 +324,18 @@ def test_wrong_files_end_in_one_line_and_leave_nothing(place, tmp_path):
     for name, value in (("layout", "reference"), ("step", 0), ("dtype", "float32")):
         refused(place, source, tmp_path, (f"--{name}", "a PyTorch checkpoint"), f"--{name}={value}")
     refused(place, source, tmp_path, ("ours exists",), f"--config_file={tmp_path / 'other.json'}")
+    given = f"--config_file={tmp_path / 'other.json'}"
+    refused(place, source, tmp_path, ("a run folder is made", ".pt"), given, to="x.pt")
+    refused(place, source, tmp_path, ("cannot write --to", "choose another"), given, to="other.json/a/b")
+    refused(place, source, tmp_path, ("cannot write --to", "too long"), given, to="n" * 300)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert "link exists" in convert(place, source, tmp_path / "link", given, code=2).err
+    (tmp_path / "link").unlink()
+    change_tensors(source, lambda t: t.update({f"{BLOCK}c1": np.zeros(16)}))
+    refused(place, source, tmp_path, ("c1 is float64",), given, to="new/parents/run")
+    for line in ("rope_theta: 1\nrope_theta: 2", "d_model: [1"):
+        (tmp_path / "x.yaml").write_text(line)
+        refused(place, source, tmp_path, ("cannot be read",), f"--config_file={tmp_path / 'x.yaml'}", to="x")
 
 
 def test_wrong_exports_end_in_one_line_and_leave_nothing(place, tmp_path):
@@ -299,6 +346,7 @@ def test_wrong_exports_end_in_one_line_and_leave_nothing(place, tmp_path):
     refused(place, ours, tmp_path, ("no checkpoint 3", "there are: 0"), "--step=3", to="x.safetensors")
     refused(place, ours, tmp_path, ("--tokenizer", "a run folder"), "--tokenizer=bytes", to="x.safetensors")
     refused(place, ours, tmp_path, ("exists",), to="theirs")
+    refused(place, ours, tmp_path, (".safetensors file or a folder", ".pt"), to="x.pt")
     (tmp_path / "x.json").write_text("mine")
     refused(place, ours, tmp_path, ("x.json exists",), to="x.safetensors")
     largest = max((ours / "checkpoints").rglob("*"), key=lambda path: path.stat().st_size)

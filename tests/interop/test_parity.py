@@ -63,10 +63,14 @@ def test_wrong_input_ends_in_one_line_before_anything_is_computed(place, tmp_pat
         ([B1, "--atol=-1"], ("--atol is -1",)),
         ([B1, "--dtype=float16"], ("dtype", "float32")),
         ([B1, "--attol=1"], ("attol",)),
+        ([B1, "--steps=4"], ("--steps is for --live",)),
+        ([B1, "--residual=pre"], ("--residual is for --live",)),
+        (["--live", "--seed=-1"], ("--seed is -1",)),
+        (["--live", f"--out={tmp_path / 'x.npz' / 'y'}"], ("cannot be made a folder",)),
         (["--live", "--atol=1"], ("--atol", "golden files")),
         (["--live", "--residual=siamese"], ("'siamese'", "siamese_hybrid, hybrid")),
         (["--live", "--steps=1"], ("--steps is 1", "at least 2")),
-        (["--live", f"--out={tmp_path / 'x.npz'}"], ("is a file",)),
+        (["--live", f"--out={tmp_path / 'x.npz'}"], ("cannot be made a folder",)),
     ):
         if arguments[:1] == ["--live"]:
             pytest.importorskip("torch")
