@@ -105,7 +105,7 @@ def read_golden(path: str) -> Golden:
         kind = name.partition("/")[0]
         if kind not in KINDS:
             raise InputError(f"{path} is a golden file of another format: it has {name!r}")
-        if kind not in ("in", "buffer") and array.dtype not in TOLERANCES:
+        if kind not in ("in", "buffer") and str(array.dtype) not in TOLERANCES:
             raise InputError(f"{path}: {name} is {array.dtype}; it must be {' or '.join(TOLERANCES)}")
     return Golden(path, str(meta.get("case", pathlib.Path(path).stem)), meta["dtype"], config, arrays)
 
