@@ -84,11 +84,13 @@ def test_wrong_input_ends_in_one_line_before_anything_is_computed(place, tmp_pat
 def test_live_writes_a_plot_and_its_figures(place, tmp_path):
     pytest.importorskip("torch")
     out = tmp_path / "report"
-    ended = run(place, "--live", "--residual=pre", "--dtype=float32", "--steps=3", f"--out={out}", "--json")
+    ended = run(place, "--live", "--dtype=float32", "--steps=10", f"--out={out}", "--json")
     assert ended.code == 0, ended
     report = json.loads(ended.out)
     assert report == json.loads((out / "parity.json").read_text())
-    assert report["ok"] and report["runs"][0]["residual"] == "pre" and len(report["runs"][0]["curves"]["ours"]) == 3
+    (live,) = report["runs"]
+    assert report["ok"] and live["residual"] == "siamese_hybrid" and len(live["curves"]["ours"]) == 10
+    assert max(live["curves"]["relative"]) <= 1e-4 and "loss of 10 updates" in ended.err
     assert (out / "parity.png").read_bytes()[:4] == b"\x89PNG"
     weights = [row for row in report["initialisation"] if row["note"]]
     assert len(weights) == 6 * 14 and all(row["ok"] and row["max_abs"] > 0 for row in weights)
