@@ -25,7 +25,7 @@ from absl import flags
 from siamese_jax import program
 from siamese_jax.data.sources import SPLITS
 from siamese_jax.evaluation.perplexity import format_table
-from siamese_jax.evaluation.run import evaluate_run, json_values
+from siamese_jax.evaluation.run import evaluate_run
 
 flags.DEFINE_string("workdir", None, "Folder of the run.")
 flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest sound one unless given.")
@@ -50,7 +50,7 @@ def main() -> None:
         say=program.say,
     )  # fmt: skip
     if given.json:
-        print(json.dumps(json_values(result), allow_nan=False))
+        print(json.dumps(program.json_values(result), allow_nan=False))
         return
     average = ", running average" if result["averaged"] else ""
     program.say(f"model: {result['checkpoint']}{average}")

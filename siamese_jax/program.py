@@ -5,6 +5,7 @@
 
 import functools
 import logging
+import math
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import app, flags
 from absl import logging as absl_logging
@@ -35,6 +37,15 @@ def define_config_flag() -> None:
 def define_json_flag() -> None:
     """--json."""
     flags.DEFINE_bool("json", False, "Print one JSON object on stdout; everything else goes to stderr.")
+
+
+def json_values(value: Any) -> Any:
+    """The same with None for every number that JSON does not have (NaN, infinity)."""
+    if isinstance(value, dict):
+        return {key: json_values(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_values(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def say(line: str = "") -> None:

@@ -36,6 +36,15 @@ def read_about(folder, step=None, *, log=LOG.warning):
     InputError if there is none (of that step) or none can be read. Array data are not looked at:
     a later `restore` may still go back further. `log` gets one line for each checkpoint passed over.
     """
+    found, seal = newest_seal(folder, step, read, f"no checkpoint can be read in {folder}", log)
+    return found, seal["about"]
+
+
+def newest_seal(folder, step, look, failure, log):
+    """(step, seal) of the newest checkpoint, or of `step`, for which look(its folder) does not raise Broken.
+
+    InputError if there is none (of that step), or, beginning with `failure`, if all are broken.
+    """
     steps = available_steps(folder)
     if not steps or step not in (None, *steps):
         which = "checkpoint" if step is None else f"checkpoint {step}"
@@ -43,15 +52,15 @@ def read_about(folder, step=None, *, log=LOG.warning):
     broken = {}
     for candidate in [step] if step is not None else reversed(steps):
         try:
-            about = read(epath.Path(folder) / str(candidate))["about"]
+            seal = look(epath.Path(folder) / str(candidate))
         except Broken as fault:
             broken[candidate] = str(fault)
             continue
         for lost, reason in broken.items():
             log(f"checkpoint {lost} is broken ({reason}); reading {candidate}")
-        return candidate, about
+        return candidate, seal
     reasons = "; ".join(f"{lost}: {reason}" for lost, reason in broken.items())
-    raise InputError(f"no checkpoint can be read in {folder} ({reasons})")
+    raise InputError(f"{failure} ({reasons})")
 
 
 def write(folder, about, table):
@@ -120,7 +129,13 @@ def spell(steps):
     return ", ".join(map(str, steps)) or "none"
 
 
+# Warnings of what `weights` does on purpose: arrays that are no jax.Array, a killed write's folder replaced.
+CHATTER = ("ArrayMetadata persistence is disabled", "which already exists. Removing existing directory")
+
+
 def _is_worth_reading(record):
+    if any(part in record.getMessage() for part in CHATTER):
+        return False
     return "/orbax/" not in record.pathname or (record.levelno >= logging.WARNING and not record.exc_info)
 
 

@@ -17,7 +17,7 @@ from orbax.checkpoint import type_handlers
 
 from siamese_jax.checkpoint import arrays as bits
 from siamese_jax.checkpoint import seal as seals
-from siamese_jax.checkpoint.seal import Broken, one_line, spell
+from siamese_jax.checkpoint.seal import one_line
 from siamese_jax.errors import FaultError, InputError
 
 LOG = logging.getLogger(__name__)
@@ -73,7 +73,6 @@ def write_weights(folder, step: int, shapes: Any, read: Callable[[str], np.ndarr
     folder = epath.Path(folder).absolute()
     about = json.loads(json.dumps(dict(about)))  # fails before the work, not after it
     seals.quiet_orbax()
-    logging.getLogger("absl").addFilter(_is_no_chatter)
     leaves = {name: _Lazy(name, leaf, read) for name, leaf in bits.named(shapes).items()}
     if (folder / str(step)).exists():
         raise InputError(f"checkpoint {step} exists in {folder}: name another folder")
@@ -97,11 +96,6 @@ def write_weights(folder, step: int, shapes: Any, read: Callable[[str], np.ndarr
         if not isinstance(error, Exception):
             raise
         raise FaultError(f"checkpoint {step} could not be saved in {folder} ({one_line(error)})") from error
-
-
-def _is_no_chatter(record: logging.LogRecord) -> bool:
-    chatter = "ArrayMetadata persistence is disabled", "which already exists. Removing existing directory"
-    return not any(part in record.getMessage() for part in chatter)
 
 
 def _stored_shape(entry: Mapping) -> jax.ShapeDtypeStruct:
@@ -152,20 +146,5 @@ def open_weights(folder, step: int | None = None, *, log: Callable[[str], None] 
     """
     folder = epath.Path(folder).absolute()
     seals.quiet_orbax()
-    logging.getLogger("absl").addFilter(_is_no_chatter)
-    steps = seals.available_steps(folder)
-    if not steps or step not in (None, *steps):
-        which = "checkpoint" if step is None else f"checkpoint {step}"
-        raise InputError(f"there is no {which} in {folder}; there are: {spell(steps)}")
-    broken = {}
-    for candidate in [step] if step is not None else reversed(steps):
-        try:
-            seal = seals.verified(folder / str(candidate))
-        except Broken as fault:
-            broken[candidate] = str(fault)
-            continue
-        for lost, reason in broken.items():
-            log(f"checkpoint {lost} is broken ({reason}); reading {candidate}")
-        return OpenWeights(folder, candidate, seal)
-    reasons = "; ".join(f"{lost}: {reason}" for lost, reason in broken.items())
-    raise InputError(f"no checkpoint asked for in {folder} is sound ({reasons})")
+    failure = f"no checkpoint asked for in {folder} is sound"
+    return OpenWeights(folder, *seals.newest_seal(folder, step, seals.verified, failure, log))

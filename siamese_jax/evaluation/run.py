@@ -4,7 +4,6 @@ The mesh and the attention kernel of the training run do not matter: a checkpoin
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,10 +162,3 @@ def evaluate_run(
         "windows": evaluator.num_windows,
         **figures,
     }
-
-
-def json_values(value: Any) -> Any:
-    """The same with None for every number that JSON does not have (NaN, infinity)."""
-    if isinstance(value, dict):
-        return {key: json_values(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

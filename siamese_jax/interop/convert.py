@@ -144,12 +144,13 @@ def import_checkpoint(
         check_tensors(layout.tensors(), found, f"{source} ({config_path.name})")
         for name in found:
             weights.check_type(name)
-        config = _run_config(model, theirs, _tokenizer_of(source, tokenizer, say))
+        tokenizer, fingerprint = _tokenizer_of(source, tokenizer, say)
+        config = _run_config(model, theirs, tokenizer)
         about = {
             "tokens": 0,
             "metrics": {},
             "config": resolved(config),
-            "data": {"tokenizer": make_tokenizer(config.data.tokenizer).fingerprint},
+            "data": {"tokenizer": fingerprint},
             "converted": {"from": str(source), "layout": layout_name, "config": _plain(theirs)},
             "library": __version__,
         }
@@ -165,7 +166,7 @@ def import_checkpoint(
 
                 shapes = {"params": parameter_shapes(model)}
                 write_weights(building / CHECKPOINTS, STEP, shapes, read, about)
-            write_json(building / CONFIG, resolved(config))
+            write_json(building / CONFIG, about["config"])
             (building / "config.py").write_text(_config_py(config, source, to), encoding="utf-8")
             building.rename(folder)
     return {
@@ -200,17 +201,17 @@ def _run_config(model: LanguageConfig, theirs: Mapping[str, Any], tokenizer: str
     return config
 
 
-def _tokenizer_of(source: str, given: str | None, say) -> str:
-    """--tokenizer, or the tokenizer.json beside the weights, or bytes; checked."""
+def _tokenizer_of(source: str, given: str | None, say) -> tuple[str, str]:
+    """--tokenizer, or the tokenizer.json beside the weights, or bytes; and its fingerprint."""
     path = pathlib.Path(source)
     beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
     spec = given or (str(beside.absolute()) if beside.is_file() else "bytes")
     spec = spec if spec == "bytes" else str(pathlib.Path(spec).expanduser().absolute())
-    make_tokenizer(spec)
+    fingerprint = make_tokenizer(spec).fingerprint
     if not given:
         why = " (none was given or found)" if spec == "bytes" else ""
         say(f"tokenizer: {spec}{why}; --tokenizer=FILE changes it")
-    return spec
+    return spec, fingerprint
 
 
 def _config_py(config, source: str, to: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from siamese_jax.errors import InputError
 from siamese_jax.models.language import LanguageConfig
-from siamese_jax.models.stack import segment_name
+from siamese_jax.models.stack import segment_rows
 
 Array = np.ndarray
 Shape = tuple[int, ...]
@@ -43,20 +43,14 @@ class Layout:
     def entries(self, config: LanguageConfig) -> dict[str, "Entry"]:
         """Path of every array of the parameter tree -> how it is made; scanned or unrolled as configured."""
         entries = {rule.ours: Entry((rule,), stacked=False) for rule in self.whole}
-        first = 0
-        for _, count in config.segments():
-            layers = range(first, first + count)
+        for top, first, count in segment_rows(config.segments()):
+            layers = self.layers[first : first + count]
             if config.scan:
-                top = segment_name(config.segments(), first)
-                for rules in zip(*(self.layers[i] for i in layers), strict=True):
+                for rules in zip(*layers, strict=True):
                     entries[f"{top}/{rules[0].ours}"] = Entry(rules, stacked=True)
             else:
-                entries |= {
-                    f"layer_{i}/{rule.ours}": Entry((rule,), stacked=False)
-                    for i in layers
-                    for rule in self.layers[i]
-                }
-            first += count
+                for i, rules in enumerate(layers, start=first):
+                    entries |= {f"layer_{i}/{rule.ours}": Entry((rule,), stacked=False) for rule in rules}
         return entries
 
 

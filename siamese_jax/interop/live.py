@@ -129,8 +129,8 @@ def training_config(steps: int):
 # ------------------------------------------------------------------------------ the parts
 
 
-def compare_forward(pair: Pair, tokens: np.ndarray, limits: Mapping[str, float]) -> tuple[list[Row], dict, dict]:
-    """(rows of logits, states, loss and gradients, our gradients, theirs by their names)."""
+def compare_forward(pair: Pair, tokens: np.ndarray, limits: Mapping[str, float]) -> tuple[list[Row], dict]:
+    """(rows of logits, states, loss and gradients; their gradients by their names)."""
     import torch
 
     theirs, states = pair.theirs, []
@@ -155,7 +155,7 @@ def compare_forward(pair: Pair, tokens: np.ndarray, limits: Mapping[str, float])
         difference(f"grad/{name}", our_gradients[name], gradient, "rel", limits["part"])
         for name, gradient in gradients.items()
     ]
-    return rows, ours["gradients"], gradients
+    return rows, gradients
 
 
 def compare_clipping(pair: Pair, gradients: Mapping[str, np.ndarray], limits: Mapping[str, float]) -> list[Row]:
@@ -486,7 +486,7 @@ def compare_live(
         pair = make_pair(residual, dtype, seed)
         batches = make_batches(steps, seed, pair.config.vocab_size)
         say(f"{residual} in {dtype}: forward, gradients, optimiser, schedule")
-        rows, _, gradients = compare_forward(pair, batches[0], limits)
+        rows, gradients = compare_forward(pair, batches[0], limits)
         rows.sort(key=lambda row: -row.badness)
         loss = next(row for row in rows if row.name == "loss")
         rows += compare_clipping(pair, gradients, limits)

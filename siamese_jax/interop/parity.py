@@ -86,7 +86,7 @@ def _golden(files: Sequence[str]) -> bool:
             tqdm.write(format_golden(results[-1]) + "\n", file=sys.stdout)
     ok = all(result["ok"] for result in results)
     if given.json:
-        print(json.dumps({"ok": ok, "files": _finite(results)}))
+        print(json.dumps({"ok": ok, "files": program.json_values(results)}))
     elif len(results) > 1:
         width = max(len(result["case"]) for result in results)
         program.say("\n".join(f"{result['case']:{width}}  {verdict_line(result)}" for result in results))
@@ -123,7 +123,7 @@ def _live() -> bool:
             program.say(format_live(results[-1]) + "\n")
     program.say(format_initialisation(initial))
     ok = all(row["ok"] for row in initial) and all(result["ok"] for result in results)
-    report = _finite({"ok": ok, "runs": results, "initialisation": initial})
+    report = program.json_values({"ok": ok, "runs": results, "initialisation": initial})
     if out is not None:
         plot_live(results, out / "parity.png")
         write_json(out / "parity.json", report)
@@ -131,15 +131,6 @@ def _live() -> bool:
     if given.json:
         print(json.dumps(report))
     return ok
-
-
-def _finite(value):
-    """The same with None for what JSON does not have (NaN, infinity)."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
 
 
 if __name__ == "__main__":

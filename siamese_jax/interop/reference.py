@@ -52,6 +52,13 @@ OVERRIDES = {
     "ffn_norm": "ffn_norm",
     "ffn_residual": "ffn_residual_after_norm",
 }
+# Pre-Norm, as a setting of the hybrid blocks.
+PRE_NORM = {
+    "attn_norm": True,
+    "attn_residual_after_norm": False,
+    "ffn_norm": True,
+    "ffn_residual_after_norm": False,
+}
 NORM_TYPES = {"rms": "rms", "default": "layer", "low_precision": "layer"}
 BRANCH_NORMS = {"query": "q_norm", "key": "k_norm", "value": "v_norm", "context": "c_norm"}
 TWO_STREAM_MARK = "transformer.ln_y_f.weight"
@@ -155,8 +162,7 @@ def _scheme(reference, given, shapes, num_layers: int) -> tuple[str, dict[str, b
     overrides = _parse_special(reference.get("norm_pos_special_config") or "", num_layers)
     if two_stream:
         return "siamese_hybrid", options, repr(overrides) if overrides else ""
-    raw = {"attn_norm": True, "attn_residual_after_norm": False, "ffn_norm": True, "ffn_residual_after_norm": False}
-    if options == raw and not overrides:
+    if options == PRE_NORM and not overrides:
         return "pre", {}, ""
     return "hybrid", options, repr(overrides) if overrides else ""
 
@@ -250,12 +256,7 @@ def _needs_hybrid_code(config: LanguageConfig, scheme) -> bool:
 def _layer_options(factory: SchemeFactory) -> dict[str, bool]:
     """The four keys of one layer of the hybrid blocks; Pre-Norm is one of their settings."""
     if factory.scheme is Pre:
-        return {
-            "attn_norm": True,
-            "attn_residual_after_norm": False,
-            "ffn_norm": True,
-            "ffn_residual_after_norm": False,
-        }
+        return PRE_NORM
     options = {field.name: field.default for field in dataclasses.fields(factory.scheme)} | dict(factory.options)
     return {key: options[key] for key in OVERRIDES.values()}
 

@@ -102,7 +102,8 @@ def segment_name(segments: Segments, first: int) -> str:
     return "layers" if len(segments) == 1 else f"layers_from_{first}"
 
 
-def _starts(segments: Segments) -> list[tuple[str, int, int]]:
+def segment_rows(segments: Segments) -> list[tuple[str, int, int]]:
+    """(parameter name when scanned, first layer, number of layers) of every segment."""
     rows, first = [], 0
     for _, count in segments:
         rows.append((segment_name(segments, first), first, count))
@@ -112,7 +113,7 @@ def _starts(segments: Segments) -> list[tuple[str, int, int]]:
 
 def unstack_layers(params: Mapping, segments: Segments) -> dict:
     """Scanned parameters -> the unrolled layout (`layer_0`, `layer_1`, ...)."""
-    rows = _starts(segments)
+    rows = segment_rows(segments)
     loose = {name: value for name, value in params.items() if name not in {name for name, _, _ in rows}}
     for name, first, count in rows:
         for i in range(count):
@@ -123,7 +124,7 @@ def unstack_layers(params: Mapping, segments: Segments) -> dict:
 def stack_layers(params: Mapping, segments: Segments) -> dict:
     """Unrolled parameters -> the scanned layout; the inverse of `unstack_layers`."""
     kept = {name: value for name, value in params.items() if not name.startswith("layer_")}
-    for name, first, count in _starts(segments):
+    for name, first, count in segment_rows(segments):
         layers = [params[f"layer_{depth}"] for depth in range(first, first + count)]
         kept[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     return kept

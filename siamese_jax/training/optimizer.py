@@ -5,6 +5,7 @@ G = H / KV, K head dim, F hidden, V vocabulary; (N,) stands where a scanned stac
 """
 
 import fnmatch
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -71,9 +72,7 @@ def make_optimizer(config_optimizer, schedule: optax.Schedule, params_shapes) ->
     _check_types(params_shapes)
     groups = parameter_groups(params_shapes)
 
-    def decay_mask(params):
-        return weight_decay_mask(config, params)
-
+    decay_mask = functools.partial(weight_decay_mask, config)
     update = optax.adamw(
         schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decay_mask
     )

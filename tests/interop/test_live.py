@@ -56,7 +56,7 @@ def test_a_planted_difference_of_the_model_is_found(change, wide):
     config = pair.config
     pair.config = dataclasses.replace(config, **change)
     pair.to_theirs = dataclasses.replace(pair, config=config).to_theirs  # the names are those of the true model
-    rows, _, _ = live.compare_forward(pair, live.make_batches(1, 0, 96)[0], live.LIMITS["float64"])
+    rows, _ = live.compare_forward(pair, live.make_batches(1, 0, 96)[0], live.LIMITS["float64"])
     rows = {row.name: row for row in rows}
     assert not rows["logits"].ok and not rows["loss"].ok
     assert rows["state/x_0"].ok  # the embedding is before the fault
