@@ -78,7 +78,9 @@ def base_config() -> ml_collections.ConfigDict:
                 "decay_steps": 0,  # wsd
                 "decay_shape": "linear",  # wsd: linear or 1-sqrt
             },
-            "mesh": {"data": -1},  # devices along the batch; -1 = all
+            # Devices along each axis, -1 = what is left over: data splits the batch, fsdp the batch and the
+            # parameters, tensor heads, hidden and vocabulary.
+            "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
             "checkpoint": {"every": 500, "keep": 3, "keep_every": 0, "strict": False},
             "eval": {
                 "every": 500,  # validation; 0 = only at the end

@@ -1,6 +1,6 @@
 """Batches of windows over a token store, each a pure function of (seed, step), and the evaluation pass.
 
-Shapes: B rows of this process, L window length. Window w has the targets tokens[w*L : (w+1)*L] and as inputs
+Shapes: B rows that are read, L window length. Window w has the targets tokens[w*L : (w+1)*L] and as inputs
 the tokens one earlier; in front of the very first token stands an end of text. So every token is a target
 exactly once.
 """
@@ -23,9 +23,9 @@ class WindowLoader:
     """Training batches: whole windows, in an order that is new in every epoch and fixed by the seed.
 
     Example number n = step * batch_size + row is window permute(n % num_windows) of epoch n // num_windows.
-    Of the batch_size rows a process reads its own block, number process_index of process_count.
+    rows: those of the batch that are read, int64 [B], all unless given: a process reads what its devices hold.
     cross_documents: whether a token may see the documents before its own; False adds what masks them. Raises
-    InputError for a store shorter than one window and a batch_size that process_count does not divide.
+    InputError for a store shorter than one window.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class WindowLoader:
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
-        process_index: int = 0,
-        process_count: int = 1,
         cross_documents: bool = True,
+        rows: np.ndarray | None = None,
     ):
-        self.rows = _own_rows(batch_size, process_index, process_count)
+        _check_batch_size(batch_size)
+        self.rows = np.arange(batch_size, dtype=np.int64) if rows is None else rows
         _check_length(length)
         if store.num_tokens < length:
             raise InputError(
@@ -60,8 +60,8 @@ class WindowLoader:
         return step * self.batch_size // self.num_windows
 
     def windows_of(self, step: int) -> np.ndarray:
-        """The windows this process reads for a batch: int64 [B]."""
-        examples = step * self.batch_size + np.arange(self.rows.start, self.rows.stop, dtype=np.int64)
+        """The windows of the rows that are read of a batch: int64 [B]."""
+        examples = step * self.batch_size + self.rows
         epochs, windows = np.divmod(examples, self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):
@@ -88,20 +88,18 @@ def evaluation_batches(
     length: int,
     batch_size: int,
     cross_documents: bool = True,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Every token of the store as a target exactly once, in order; each process gets as many batches.
+    """Every token of the store as a target exactly once, in order; every process gets the same batches.
 
     As `WindowLoader.batch`, and window int64 [B] (-1 for a row that only fills up the last batch), document
     int32 [B, L], the number of each target's document. Beyond the end weights are 0, tokens end of text,
-    document -1 and segments 0. Raises InputError where process_count does not divide batch_size.
+    document -1 and segments 0.
     """
-    rows = _own_rows(batch_size, process_index, process_count)
+    _check_batch_size(batch_size)
     num_windows = num_evaluation_windows(store, length)
-    own = np.arange(rows.start, rows.stop, dtype=np.int64)
+    rows = np.arange(batch_size, dtype=np.int64)
     return (
-        _evaluation_batch(store, length, first + own, num_windows, cross_documents)
+        _evaluation_batch(store, length, first + rows, num_windows, cross_documents)
         for first in range(0, num_windows, batch_size)
     )
 
@@ -177,16 +175,9 @@ class Prefetcher:
             self._queue.get_nowait()
 
 
-def _own_rows(batch_size: int, process_index: int, process_count: int) -> range:
-    if batch_size < 1 or batch_size % process_count:
-        raise InputError(
-            f"the batch size {batch_size} is not a positive multiple of the number of "
-            f"processes, {process_count}: change one of them"
-        )
-    if not 0 <= process_index < process_count:
-        raise InputError(f"process_index {process_index} does not lie in range({process_count}): count from 0")
-    rows = batch_size // process_count
-    return range(process_index * rows, (process_index + 1) * rows)
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(f"the batch size is {batch_size}: it must be positive")
 
 
 def _check_length(length: int) -> None:

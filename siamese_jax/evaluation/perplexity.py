@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 
 from siamese_jax.data.loader import evaluation_batches, num_evaluation_windows
 from siamese_jax.data.store import TokenStore
+from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageModel, document_options
-from siamese_jax.parallel.mesh import batch_sharding, replicated
+from siamese_jax.parallel.mesh import batch_parts, batch_sharding, replicated
+from siamese_jax.parallel.rules import parameter_shardings
 
 Batch = dict[str, np.ndarray]
 
@@ -86,8 +88,14 @@ def make_scorer(model: LanguageModel, mesh: Mesh) -> Callable:
         tokens = batch["inputs"], batch["targets"]
         return model.apply({"params": params}, *tokens, method="losses", **document_options(batch))[0]
 
-    shardings = (replicated(mesh), batch_sharding(mesh))
-    return jax.jit(score, in_shardings=shardings, out_shardings=replicated(mesh))
+    shardings = parameter_shardings(parameter_shapes(model.config), mesh), batch_sharding(mesh)
+    scorer = jax.jit(score, in_shardings=shardings, out_shardings=replicated(mesh))
+
+    def score_on_mesh(params, batch):
+        with jax.set_mesh(mesh):
+            return scorer(params, batch)
+
+    return score_on_mesh
 
 
 class Evaluator:
@@ -95,7 +103,7 @@ class Evaluator:
 
     Args:
         length: tokens of a window; each window is one instance of the reference's protocol.
-        batch_size: windows at a time, rounded up to the devices of the mesh.
+        batch_size: windows at a time, rounded up to the parts that the mesh splits a batch into.
         max_windows: only the first so many (0 = all).
     """
 
@@ -112,7 +120,7 @@ class Evaluator:
         score: Callable | None = None,
     ):
         self.store, self.mesh, self.length = store, mesh, length
-        self.batch_size = -(-batch_size // mesh.size) * mesh.size
+        self.batch_size = -(-batch_size // batch_parts(mesh)) * batch_parts(mesh)
         self.cross_documents = cross_documents
         self.num_windows = num_evaluation_windows(store, length)
         if max_windows:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from siamese_jax.checkpoint import Checkpoints, available_steps
-from siamese_jax.config import base_config, language_config
+from siamese_jax.config import language_config
 from siamese_jax.data.loader import check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
@@ -23,7 +23,8 @@ from siamese_jax.evaluation.perplexity import Evaluator
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageModel
-from siamese_jax.parallel.mesh import make_mesh, replicated
+from siamese_jax.parallel.mesh import make_mesh
+from siamese_jax.parallel.rules import parameter_shardings, widest_fsdp, with_shardings
 from siamese_jax.run_folder import CHECKPOINTS, read_config
 
 
@@ -67,7 +68,8 @@ def open_run(workdir: str, step: int | None = None) -> OpenRun:
         listed = ", ".join(map(str, steps))
         raise InputError(f"there is no checkpoint {step} in {folder}; there are: {listed}")
     tokenizer = make_tokenizer(config.data.tokenizer, config.data.end_of_text)
-    mesh = make_mesh(base_config().mesh, jax.device_count(), 1)
+    fsdp = widest_fsdp(parameter_shapes(model_config), jax.device_count())
+    mesh = make_mesh({"data": -1, "fsdp": fsdp, "tensor": 1})
     return OpenRun(str(workdir), config, LanguageModel(model_config), tokenizer, mesh)
 
 
@@ -77,11 +79,8 @@ def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], 
     InputError where there is none, `step` is broken, none is sound, or the run was trained on other tokens
     than the tokenizer makes now. A broken checkpoint that is passed over is named through `say`.
     """
-    whole = replicated(run.mesh)
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        parameter_shapes(run.model.config),
-    )
+    shapes = parameter_shapes(run.model.config)
+    shapes = with_shardings(shapes, parameter_shardings(shapes, run.mesh))
     averaged = run.config.optimizer.ema > 0
     target = {"ema": {"params": shapes}} if averaged else {"params": shapes}
     with Checkpoints(run.checkpoints, log=say) as checkpoints:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from siamese_jax.layers.activations import constrain, mesh_axis_size
 from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.norms import RMSNorm, statistics_type
 from siamese_jax.layers.platform import target_platform
@@ -78,7 +79,8 @@ def choose_implementation(wanted: str, platform: str, dtype, head_dim: int, mask
     if wanted == "cudnn" or (wanted == "auto" and fits_cudnn and not masked):
         choice = "cudnn"
     else:
-        choice = "merged" if platform == "cpu" else "grouped"
+        # Merged batch and head axes cannot both be split.
+        choice = "merged" if platform == "cpu" and mesh_axis_size("tensor") == 1 else "grouped"
     if choice not in _logged:
         _logged.add(choice)
         logging.getLogger("siamese_jax").debug(
@@ -149,7 +151,7 @@ class Attention(nn.Module):
         groups = self.num_heads // self.num_kv_heads
         features = (self.num_kv_heads, groups + 2, self.head_dim)
         qkv = Dense(features, self.use_bias, self.dtype, name="qkv")(x_BLD)
-        qkv = checkpoint_name(qkv, "qkv")
+        qkv = checkpoint_name(constrain(qkv, "batch", None, "heads"), "qkv")
         q, k, v = qkv[..., :groups, :], qkv[..., groups, :], qkv[..., groups + 1, :]
         q = self._normalise(self.query_norm, "query_norm", q)
         k = self._normalise(self.key_norm, "key_norm", k)
@@ -159,7 +161,8 @@ class Attention(nn.Module):
         context = dot_product_attention(
             q, k, v, causal=self.causal, segments_BL=segments_BL, implementation=self.implementation
         )
-        context = checkpoint_name(self._normalise(self.context_norm, "context_norm", context), "context")
+        context = self._normalise(self.context_norm, "context_norm", context)
+        context = checkpoint_name(constrain(context, "batch", None, "heads"), "context")
         context = context.reshape(*x_BLD.shape[:-1], self.num_heads * self.head_dim)
         out = Dense(x_BLD.shape[-1], self.use_bias, self.dtype, name="out")(context)
-        return checkpoint_name(out, "attention_out")
+        return checkpoint_name(constrain(out, "batch"), "attention_out")

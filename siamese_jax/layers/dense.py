@@ -45,9 +45,7 @@ class Dense(nn.Module):
         features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
         width = x.shape[-1]
         kernel = self.param("kernel", self.kernel_init, (width, *features), jnp.float32)
-        flat = kernel.astype(self.dtype).reshape(width, -1)
-        y = fence_cotangent(jnp.dot(x.astype(self.dtype), flat))
-        y = y.reshape(*x.shape[:-1], *features)
+        y = fence_cotangent(jnp.tensordot(x.astype(self.dtype), kernel.astype(self.dtype), 1))
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, features, jnp.float32)
             y = y + bias.astype(self.dtype)

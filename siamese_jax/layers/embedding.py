@@ -3,6 +3,8 @@
 import flax.linen as nn
 import jax.numpy as jnp
 
+from siamese_jax.layers.activations import constrain
+
 
 class Embedding(nn.Module):
     """Token ids [B, L] -> vectors [B, L, D] of the compute type, from `table` [V, D]."""
@@ -17,7 +19,11 @@ class Embedding(nn.Module):
         )
 
     def __call__(self, tokens_BL):
-        return self.table[tokens_BL].astype(self.dtype)
+        # Each device looks up its columns for all rows of its fsdp group, then columns are exchanged for rows: that
+        # moves the vectors looked up, never the table.
+        tokens_BL = constrain(tokens_BL, "gathered_batch")
+        vectors_BLD = constrain(self.table[tokens_BL].astype(self.dtype), "gathered_batch", None, "width")
+        return constrain(vectors_BLD, "batch")
 
 
 class Head(nn.Module):

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from siamese_jax.layers.activations import constrain
 from siamese_jax.layers.dense import Dense
 
 ACTIVATIONS = {
@@ -31,8 +32,9 @@ class MLP(nn.Module):
     def __call__(self, x_BLD):
         gated = self.activation in GATED
         features = (2, self.hidden) if gated else self.hidden
-        up = checkpoint_name(Dense(features, self.use_bias, self.dtype, name="up")(x_BLD), "mlp_up")
+        up = Dense(features, self.use_bias, self.dtype, name="up")(x_BLD)
+        up = checkpoint_name(constrain(up, "batch", *[None] * (up.ndim - 2), "hidden"), "mlp_up")
         activate = ACTIVATIONS[self.activation]
         hidden_BLF = activate(up[..., 1, :]) * up[..., 0, :] if gated else activate(up)
         out = Dense(x_BLD.shape[-1], self.use_bias, self.dtype, name="down")(hidden_BLF)
-        return checkpoint_name(out, "mlp_out")
+        return checkpoint_name(constrain(out, "batch"), "mlp_out")

@@ -9,8 +9,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from siamese_jax.errors import InputError
+from siamese_jax.layers.activations import constrain
 from siamese_jax.residual.scheme import Residual, Segments
 
 Watch = Callable[[Mapping[str, jax.Array]], Any]
@@ -22,6 +24,8 @@ REMAT_POLICIES = {
     "matmuls": _policies.dots_with_no_batch_dims_saveable,
     "branches": _policies.save_only_these_names("attention_out", "mlp_out"),
     "inputs": _policies.save_only_these_names("qkv", "context", "mlp_up"),
+    "offload": _policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["streams"], offload_src="device", offload_dst="pinned_host"),
+    "offload_inputs": _policies.save_and_offload_only_these_names(names_which_can_be_saved=["qkv", "context", "mlp_up"], names_which_can_be_offloaded=["streams"], offload_src="device", offload_dst="pinned_host"),
 }
 
 
@@ -45,7 +49,9 @@ class Layer(nn.Module):
         self.mlp = self.make_mlp()
 
     def __call__(self, streams, depth, context):
+        streams = jax.tree.map(lambda stream: checkpoint_name(stream, "streams"), streams)
         streams = self.residual.layer(streams, lambda h: self.attention(h, *context), self.mlp, depth)
+        streams = jax.tree.map(lambda stream: constrain(stream, "batch"), streams)
         watched = self.watch(self.residual.named_streams(streams)) if self.watch else None
         return streams, watched
 

@@ -33,18 +33,15 @@ from absl import flags
 from tqdm import tqdm
 
 from siamese_jax import program
-from siamese_jax.config import base_config, check_config, language_config
+from siamese_jax.config import base_config
 from siamese_jax.errors import InputError
-from siamese_jax.models.initialize import count_parameters, parameter_shapes
-from siamese_jax.models.language import LanguageModel
-from siamese_jax.parallel.mesh import make_mesh, put_batch
+from siamese_jax.models.initialize import count_parameters
+from siamese_jax.parallel.mesh import own_rows, put_batch
 from siamese_jax.residual.scheme import known_schemes
 from siamese_jax.training.hardware import device_peak_flops
 from siamese_jax.training.metrics import format_count
-from siamese_jax.training.optimizer import make_optimizer
-from siamese_jax.training.parts import Parts, compile_step, token_flops
-from siamese_jax.training.schedule import make_schedule
-from siamese_jax.training.start import Start, make_state
+from siamese_jax.training.parts import plan_here
+from siamese_jax.training.plan import Plan, compile_step, fresh_state, token_flops
 
 WARM_UP_STEPS = 2
 
@@ -53,7 +50,7 @@ WARM_UP_STEPS = 2
 class Contender:
     """One scheme, compiled, with its state; seconds: of one step, round by round."""
 
-    parts: Parts
+    plan: Plan
     step: Callable
     state: Any
     compile_seconds: float
@@ -80,20 +77,6 @@ def scheme_config(config: ml_collections.ConfigDict, scheme: str) -> ml_collecti
     return config
 
 
-def make_parts(config: ml_collections.ConfigDict) -> Parts:
-    """What the training step needs of a run, checked, without data."""
-    check_config(config)
-    model_config = language_config(config)
-    schedule = make_schedule(config.schedule, config.training.steps)
-    return Parts(
-        config=config, model_config=model_config, model=LanguageModel(model_config),
-        tokenizer=None, train_store=None, validation_store=None, loader=None,
-        mesh=make_mesh(config.mesh, config.training.batch_size, config.training.accumulation),
-        schedule=schedule,
-        optimizer=make_optimizer(config.optimizer, schedule, parameter_shapes(model_config)),
-    )  # fmt: skip
-
-
 def random_batch(config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
     """A training batch of random tokens; where documents are kept apart, each window is one document."""
     shape = config.training.batch_size, config.data.length
@@ -106,11 +89,11 @@ def random_batch(config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
     return batch | {"segments": np.ones(shape, np.int32), "positions": positions}
 
 
-def _compile(parts: Parts, batch) -> Contender:
-    state = make_state(parts, Start("initial parameters"))
+def _compile(plan: Plan, batch) -> Contender:
+    state = fresh_state(plan)
     began = time.perf_counter()
-    step = compile_step(parts, state, batch)
-    contender = Contender(parts, step, state, time.perf_counter() - began)
+    step = compile_step(plan)
+    contender = Contender(plan, step, state, time.perf_counter() - began)
     contender.run(batch, WARM_UP_STEPS)
     return contender
 
@@ -120,15 +103,17 @@ def benchmark(config: ml_collections.ConfigDict, schemes: Sequence[str], rounds:
     for name, value in (("schemes", len(schemes)), ("rounds", rounds), ("steps", steps)):
         if value < 1:
             raise InputError(f"the benchmark got {value} {name}: it needs at least 1")
-    all_parts = [make_parts(scheme_config(config, scheme)) for scheme in schemes]
-    peak, peak_source = device_peak_flops(all_parts[0].model_config.dtype)
-    mesh = all_parts[0].mesh
-    batch = put_batch(random_batch(config), mesh)
+    plans = [plan_here(scheme_config(config, scheme)) for scheme in schemes]
+    peak, peak_source = device_peak_flops(plans[0].model_config.dtype)
+    mesh, batch_size = plans[0].mesh, config.training.batch_size
+    rows = own_rows(mesh, batch_size)
+    batch = {name: values[rows] for name, values in random_batch(config).items()}
+    batch = put_batch(batch, mesh, rows, batch_size)
     contenders = []
     with tqdm(total=len(schemes) * (1 + rounds), unit="turn", leave=False, dynamic_ncols=True) as bar:
-        for scheme, parts in zip(schemes, all_parts, strict=True):
+        for scheme, plan in zip(schemes, plans, strict=True):
             bar.set_description(f"compiling {scheme}", refresh=False)
-            contenders.append(_compile(parts, batch))
+            contenders.append(_compile(plan, batch))
             bar.update()
         for i in range(rounds):
             bar.set_description(f"round {i + 1} of {rounds}", refresh=False)
@@ -149,20 +134,20 @@ def benchmark(config: ml_collections.ConfigDict, schemes: Sequence[str], rounds:
 
 
 def _row(contender: Contender, first_seconds: list[float], peak: float | None) -> dict:
-    parts, seconds = contender.parts, statistics.median(contender.seconds)
-    config, model = parts.config, parts.model_config
+    plan, seconds = contender.plan, statistics.median(contender.seconds)
+    config, model = plan.config, plan.model_config
     ratios = [own / first for own, first in zip(contender.seconds, first_seconds, strict=True)]
     rate = config.training.batch_size * config.data.length / seconds
     flops = token_flops(model, config.data.length)
     return {
         "scheme": model.residual,
         "residual_options": dict(model.residual_options),
-        "parameters": count_parameters(parameter_shapes(model)),
+        "parameters": count_parameters(plan.state_shapes.params),
         "step_seconds": seconds,
         "step_seconds_by_round": contender.seconds,
         "tokens_per_second": rate,
         "flops_per_token": flops,
-        "mfu": rate * flops / (peak * parts.mesh.size) if peak else None,
+        "mfu": rate * flops / (peak * plan.mesh.size) if peak else None,
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
         "compile_seconds": contender.compile_seconds,
         **_memory(contender.step),

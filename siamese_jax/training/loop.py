@@ -14,12 +14,12 @@ from siamese_jax import __version__
 from siamese_jax.checkpoint import Checkpoints
 from siamese_jax.config import resolved
 from siamese_jax.data.loader import Prefetcher
-from siamese_jax.models.initialize import count_parameters, parameter_shapes
-from siamese_jax.parallel.mesh import put_batch
+from siamese_jax.models.initialize import count_parameters
 from siamese_jax.run_folder import CHECKPOINTS, open_run_folder, read_summary, write_summary
 from siamese_jax.training.hardware import peak_memory_bytes
 from siamese_jax.training.metrics import format_duration
-from siamese_jax.training.parts import Parts, build, compile_step, describe
+from siamese_jax.training.parts import Parts, build, describe
+from siamese_jax.training.plan import compile_step
 from siamese_jax.training.recorder import Recorder
 from siamese_jax.training.signals import Stopped, StopRequest
 from siamese_jax.training.start import find_start, make_state
@@ -41,7 +41,7 @@ def train(
     ...) come from the evaluation room, which training does not import.
     """
     parts = build(config, workdir)  # before signals wait: a long tokenisation is worth nothing half done
-    with StopRequest() as stop:
+    with StopRequest() as stop, jax.set_mesh(parts.mesh):
         summary = read_summary(workdir)
         if summary is not None:
             return summary | {"status": "complete already"}
@@ -118,10 +118,10 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
     with Prefetcher(parts.loader.batch, start) as batches:
         while done < num_steps and not stop.requested:
             _, rows = next(batches)
-            batch = put_batch(rows, parts.mesh)
+            batch = parts.put(rows)
             if train_step is None:
                 began = time.monotonic()
-                train_step = compile_step(parts, state, batch)
+                train_step = compile_step(parts)
                 say(f"compiled the step in {format_duration(time.monotonic() - began)}")
             checkpoints.check()
             state, metrics = train_step(state, batch)
@@ -196,7 +196,7 @@ def _summary(parts, workdir, state, evaluator, sample, recorder, stop, say) -> d
         "status": "complete",
         "step": config.training.steps,
         "tokens": config.training.steps * recorder.tokens_per_step,
-        "parameters": count_parameters(parameter_shapes(parts.model_config)),
+        "parameters": count_parameters(parts.state_shapes.params),
         "train_loss": recorder.last_finite.get("loss"),
         "validation": total,
         "tokens_per_second": speed.get("tokens_per_second"),

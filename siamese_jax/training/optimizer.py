@@ -4,10 +4,8 @@ Also the running average of the parameters. Shapes: N stacked layers, D width, H
 G = H / KV, K head dim, F hidden, V vocabulary; (N,) stands where a scanned stack puts its layer axis.
 """
 
-import fnmatch
 import functools
 import math
-import re
 from typing import NamedTuple
 
 import jax
@@ -17,6 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from siamese_jax.errors import InputError
+from siamese_jax.names import ends_with, is_stacked, map_paths, one_row
 from siamese_jax.training.schedule import check_choice
 
 KINDS = ("adamw", "muon")
@@ -87,7 +86,7 @@ def make_optimizer(config_optimizer, schedule: optax.Schedule, params_shapes) ->
 
 def weight_decay_mask(config_optimizer, params):
     """The tree of booleans: which parameters decay."""
-    return _map_paths(lambda path, _: _decays(group_of(path), config_optimizer), params)
+    return map_paths(lambda path, _: _decays(group_of(path), config_optimizer), params)
 
 
 def check_optimizer(config_optimizer) -> None:
@@ -108,19 +107,12 @@ def check_optimizer(config_optimizer) -> None:
 
 def group_of(path: str) -> str:
     """The group of a path such as `layers/mlp/up/kernel`; InputError unless exactly one row matches."""
-    rows = [(ending, group) for ending, group in GROUP_RULES if _ends_with(path, ending)]
-    if len(rows) != 1:
-        found = " and ".join(ending for ending, _ in rows) or "no row"
-        raise InputError(
-            f"parameter {path} is matched by {found} of GROUP_RULES: "
-            "give it exactly one row in siamese_jax/training/optimizer.py"
-        )
-    return rows[0][1]
+    return one_row(path, GROUP_RULES, "GROUP_RULES in siamese_jax/training/optimizer.py")
 
 
 def parameter_groups(params_shapes):
     """The tree of group names of a parameter tree."""
-    return _map_paths(lambda path, _: group_of(path), params_shapes)
+    return map_paths(lambda path, _: group_of(path), params_shapes)
 
 
 def describe_groups(config_optimizer, params_shapes) -> str:
@@ -144,16 +136,16 @@ def muon_axes(params):
     def axes(path, leaf):
         if group_of(path) != "matrices":
             return None
-        num_axes = leaf.ndim - _is_stacked(path)
+        num_axes = leaf.ndim - is_stacked(path)
         for (ending, num), dimension_numbers in MUON_AXES.items():
-            if num == num_axes and _ends_with(path, ending):
+            if num == num_axes and ends_with(path, ending):
                 return dimension_numbers
         raise InputError(
             f"Muon knows no matrix in {path} of shape {leaf.shape}, {num_axes} axes a layer: "
             "add a row to MUON_AXES in training/optimizer.py or train with adamw"
         )
 
-    return _map_paths(axes, params)
+    return map_paths(axes, params)
 
 
 class Ema(NamedTuple):
@@ -210,25 +202,6 @@ def _method(group, config):
     return "muon" if config.kind == "muon" and group == "matrices" else "adamw"
 
 
-def _ends_with(path, ending):
-    parts, patterns = path.split("/"), ending.split("/")
-    return len(parts) >= len(patterns) and all(map(fnmatch.fnmatchcase, parts[-len(patterns) :], patterns))
-
-
-def _is_stacked(path):
-    """Whether a scanned stack (`layers`, `layers_from_K`) gave the parameter a leading layer axis."""
-    return any(re.fullmatch(r"layers(_from_\d+)?", part) for part in path.split("/"))
-
-
-def _map_paths(function, tree):
-    """jax.tree.map of function(path, leaf), with the parts of the path joined by `/`."""
-
-    def call(path, leaf):
-        return function(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-
-    return jax.tree_util.tree_map_with_path(call, tree)
-
-
 def _check_types(params_shapes):
     """The state takes the parameters' type, so half-precision parameters would get half-precision moments."""
 
@@ -239,4 +212,4 @@ def _check_types(params_shapes):
                 "parameters in float32 and set only the compute type of the model lower"
             )
 
-    _map_paths(check, params_shapes)
+    map_paths(check, params_shapes)

@@ -1,43 +1,39 @@
 """What a run is made of, built and checked before anything is computed, and told to the reader."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
-from siamese_jax.config import check_config, flat_items, language_config, resolved
+from siamese_jax.config import flat_items, resolved
 from siamese_jax.data.loader import WindowLoader, check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import InputError
 from siamese_jax.layers.attention import choose_implementation
 from siamese_jax.layers.platform import target_platform
-from siamese_jax.models.initialize import count_parameters, parameter_shapes
-from siamese_jax.models.language import LanguageConfig, LanguageModel
-from siamese_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from siamese_jax.models.initialize import count_parameters
+from siamese_jax.parallel.mesh import make_mesh, own_rows, put_batch
 from siamese_jax.run_folder import check_run_folder
-from siamese_jax.training.metrics import flops_per_token, format_count
-from siamese_jax.training.optimizer import describe_groups, make_optimizer
-from siamese_jax.training.schedule import make_schedule
-from siamese_jax.training.step import make_train_step
+from siamese_jax.training.metrics import format_count
+from siamese_jax.training.optimizer import describe_groups
+from siamese_jax.training.plan import Plan, count_matrix_parameters, make_plan
 
 
 @dataclasses.dataclass
-class Parts:
-    """What a run is made of, built and checked before anything is computed."""
+class Parts(Plan):
+    """A plan with its data. rows: those of every batch that the devices of this process hold."""
 
-    config: ml_collections.ConfigDict
-    model_config: LanguageConfig
-    model: LanguageModel
     tokenizer: Any
     train_store: TokenStore
     validation_store: TokenStore
     loader: WindowLoader
-    mesh: jax.sharding.Mesh
-    schedule: Callable
-    optimizer: Any
+
+    def put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """What the loader read as global arrays."""
+        return put_batch(batch, self.mesh, self.loader.rows, self.config.training.batch_size)
 
 
 def open_stores(config, split_names=("train", "validation")) -> tuple[Any, list[TokenStore]]:
@@ -56,41 +52,31 @@ def open_stores(config, split_names=("train", "validation")) -> tuple[Any, list[
     return tokenizer, stores
 
 
+def plan_here(config: ml_collections.ConfigDict) -> Plan:
+    """The plan on the devices that are here; InputError for what cannot work."""
+    plan = make_plan(config, make_mesh(config.mesh))
+    if plan.model_config.attention == "cudnn" and target_platform() != "gpu":
+        raise InputError(f"model.attention is cudnn, which needs a GPU, not {target_platform()}: set it to auto")
+    return plan
+
+
 def build(config: ml_collections.ConfigDict, workdir: str) -> Parts:
     """Everything that can be wrong with the input is found here, in seconds: InputError. Writes nothing."""
-    check_config(config)
+    plan = plan_here(config)
     check_run_folder(workdir, config)
-    model_config = language_config(config)
-    if model_config.attention == "cudnn" and target_platform() != "gpu":
-        raise InputError(f"model.attention is cudnn, which needs a GPU, not {target_platform()}: set it to auto")
     tokenizer, (train_store, validation_store) = open_stores(config)
     loader = WindowLoader(
         train_store, config.data.length, config.training.batch_size, seed=config.seed,
-        cross_documents=config.data.cross_documents,
+        cross_documents=config.data.cross_documents, rows=own_rows(plan.mesh, config.training.batch_size),
     )  # fmt: skip
-    mesh = make_mesh(config.mesh, config.training.batch_size, config.training.accumulation)
-    schedule = make_schedule(config.schedule, config.training.steps)
-    optimizer = make_optimizer(config.optimizer, schedule, parameter_shapes(model_config))
     return Parts(
-        config, model_config, LanguageModel(model_config), tokenizer, train_store, validation_store, loader,
-        mesh, schedule, optimizer,
-    )  # fmt: skip
-
-
-def compile_step(parts: Parts, state, batch) -> Any:
-    """The compiled update: (state, batch) -> (state, metrics); the state is donated."""
-    config, whole = parts.config, replicated(parts.mesh)
-    step = make_train_step(
-        parts.model, parts.optimizer, parts.schedule, num_parts=config.training.accumulation,
-        z_loss=config.training.z_loss, ema=config.optimizer.ema,
-    )  # fmt: skip
-    shardings = {"in_shardings": (whole, batch_sharding(parts.mesh)), "out_shardings": (whole, whole)}
-    return jax.jit(step, donate_argnums=0, **shardings).lower(state, batch).compile()
+        **vars(plan), tokenizer=tokenizer, train_store=train_store, validation_store=validation_store, loader=loader
+    )
 
 
 def describe(parts: Parts) -> str:
     """What is about to run, for the reader."""
-    config, model, shapes = parts.config, parts.model_config, parameter_shapes(parts.model_config)
+    config, model, shapes = parts.config, parts.model_config, parts.state_shapes.params
     lines = ["configuration"]
     for group, values in resolved(config).items():
         text = " ".join(f"{k}={v}" for k, v in flat_items(values).items()) if isinstance(values, dict) else values
@@ -100,6 +86,7 @@ def describe(parts: Parts) -> str:
     attention = choose_implementation(
         model.attention, target_platform(), model.dtype, model.key_dim, not config.data.cross_documents
     )
+    mesh = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items() if size > 1)
     lines += [
         describe_groups(config.optimizer, shapes),
         f"model: {count_parameters(shapes):,} parameters, {model.residual}, "
@@ -107,20 +94,7 @@ def describe(parts: Parts) -> str:
         f"data: {parts.train_store.num_tokens:,} training and {parts.validation_store.num_tokens:,} "
         f"validation tokens; an update takes {tokens:,}, the run {format_count(total)} "
         f"({total / parts.train_store.num_tokens:.2f} epochs)",
-        f"devices: {parts.mesh.size} x {jax.devices()[0].device_kind}, compute {model.dtype}, "
-        f"attention {attention}",
+        f"devices: {parts.mesh.size} x {jax.devices()[0].device_kind}{f' ({mesh})' if mesh else ''}, "
+        f"compute {model.dtype}, attention {attention}",
     ]
     return "\n".join(lines)
-
-
-def count_matrix_parameters(model: LanguageConfig, shapes) -> int:
-    """Parameters that multiply every token: all kernels, and the table where it is the head too."""
-    flat = jax.tree_util.tree_leaves_with_path(shapes)
-    kernels = sum(leaf.size for path, leaf in flat if path[-1].key == "kernel")
-    return kernels + (shapes["embedding"]["table"].size if model.tie_embedding else 0)
-
-
-def token_flops(model: LanguageConfig, length: int) -> int:
-    """FLOPs of forward and backward for one token (PaLM's convention, the causal half not taken off)."""
-    matrices = count_matrix_parameters(model, parameter_shapes(model))
-    return flops_per_token(matrices, model.num_layers, model.num_heads * model.key_dim, length)

@@ -12,7 +12,8 @@ from siamese_jax.checkpoint import Checkpoints
 from siamese_jax.errors import FaultError
 from siamese_jax.training.hardware import device_peak_flops
 from siamese_jax.training.metrics import MetricWriter, Throughput, format_line
-from siamese_jax.training.parts import Parts, token_flops
+from siamese_jax.training.parts import Parts
+from siamese_jax.training.plan import token_flops
 from siamese_jax.training.start import Start
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -5,14 +5,12 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from siamese_jax.checkpoint import Checkpoints
 from siamese_jax.errors import InputError
-from siamese_jax.parallel.mesh import replicated
 from siamese_jax.run_folder import CHECKPOINTS
 from siamese_jax.training.parts import Parts
-from siamese_jax.training.state import TrainState, initial_state
+from siamese_jax.training.plan import fresh_state
+from siamese_jax.training.state import TrainState
 
 
 @dataclasses.dataclass
@@ -32,7 +30,7 @@ def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
 
     Compiles and writes nothing, so that an InputError leaves no trace.
     """
-    restored = checkpoints.restore(_state_shapes(parts))
+    restored = checkpoints.restore(parts.state_shapes)
     if restored is not None:
         step, state, about = restored
         _check_same_data(parts, step, about["data"]["fingerprint"])
@@ -41,7 +39,7 @@ def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
     source = parts.config.training.init_from
     if not source:
         return Start("initial parameters")
-    step, weights, about = _weights_of(source, _state_shapes(parts).params, say)
+    step, weights, about = _weights_of(source, parts.state_shapes.params, say)
     origin = f"the weights of {source}, checkpoint {step}"
     return Start(origin, weights=weights, converted=about.get("converted"))
 
@@ -67,22 +65,9 @@ def _weights_of(source: str, shapes: Any, say: Callable) -> tuple[int, Any, dict
     return found[0], found[1]["params"], found[2]
 
 
-def _state_shapes(parts: Parts) -> TrainState:
-    """The state as shapes with shardings: every array on every device of the mesh."""
-    make = _state_maker(parts)
-    shapes = jax.eval_shape(make)
-    whole = replicated(parts.mesh)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), shapes)
-
-
-def _state_maker(parts: Parts) -> Callable[[], TrainState]:
-    config = parts.config
-    return lambda: initial_state(parts.model_config, parts.optimizer, config.seed, config.optimizer.ema > 0)
-
-
 def make_state(parts: Parts, start: Start) -> TrainState:
     """The state of the first update."""
     if start.state is not None:
         return start.state
-    state = jax.jit(_state_maker(parts), out_shardings=replicated(parts.mesh))()
+    state = fresh_state(parts)
     return state if start.weights is None else state.replace(params=start.weights)

@@ -4,6 +4,7 @@ Legend: A micro-batches, B windows of an update, L length, N layers.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +31,21 @@ def make_loss(model: LanguageModel, z_loss: float) -> Callable:
     return loss
 
 
-def accumulated_gradient(loss: Callable, params, batch: Batch, num_parts: int):
+def accumulated_gradient(loss: Callable, params, batch: Batch, num_parts: int, shardings=None):
     """((objective, cross-entropy), gradient) of a batch taken in `num_parts` micro-batches.
 
     Every part is divided by the weight of the WHOLE batch, so parts with fewer tokens count for less:
-    the result is the gradient of one large batch.
+    the result is the gradient of one large batch. `shardings`: the tree of those of the parameters, if any.
     """
     total = jnp.sum(batch["weights"])
-    gradient = jax.value_and_grad(loss, has_aux=True)
+    whole_gradient = jax.value_and_grad(loss, has_aux=True)
+
+    def gradient(params, batch, total):
+        losses, gradients = whole_gradient(params, batch, total)
+        if shardings is not None:  # each device keeps the sum of its own part, from the first micro-batch on
+            gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+        return losses, gradients
+
     if num_parts == 1:
         return gradient(params, batch, total)
     # Part a holds rows a, a + A, ...: each device keeps its own rows whatever the number of parts.
@@ -58,12 +66,13 @@ def make_train_step(
     num_parts: int = 1,
     z_loss: float = 0.0,
     ema: float = 0.0,
+    shardings: Any = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """(state, batch) -> (state, metrics); the caller jits it and donates the state."""
     loss = make_loss(model, z_loss)
 
     def train_step(state: TrainState, batch: Batch):
-        (objective, cross_entropy), gradient = accumulated_gradient(loss, state.params, batch, num_parts)
+        (objective, cross_entropy), gradient = accumulated_gradient(loss, state.params, batch, num_parts, shardings)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {

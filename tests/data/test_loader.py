@@ -112,17 +112,15 @@ def test_batches_are_pure(store, cross_documents):
 
 
 @pytest.mark.parametrize("cross_documents", [True, False])
-@pytest.mark.parametrize("process_count", [2, 3])
-def test_processes_share_a_batch(store, process_count, cross_documents):
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_some_rows_of_a_batch(store, num_parts, cross_documents):
     options = {"length": 16, "batch_size": 12, "cross_documents": cross_documents}
-    parts = [
-        WindowLoader(store, **options, process_index=index, process_count=process_count)
-        for index in range(process_count)
-    ]
+    rows = np.split(np.arange(12)[::-1], num_parts)
+    parts = [WindowLoader(store, **options, rows=part) for part in rows]
     for step in range(15):
-        batches = [part.batch(step) for part in parts]
-        joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-        same(joined, WindowLoader(store, **options).batch(step))
+        whole = WindowLoader(store, **options).batch(step)
+        for part, own in zip(parts, rows, strict=True):
+            same(part.batch(step), {name: values[own] for name, values in whole.items()})
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 500])
@@ -226,18 +224,6 @@ def test_every_token_is_a_target_once(make_store, batch_size, length):
     assert (windows.dtype, documents.dtype) == (np.int64, np.int32)
 
 
-@pytest.mark.parametrize("cross_documents", [True, False])
-def test_evaluation_is_the_same_on_many_processes(make_store, cross_documents):
-    store = make_store()
-    options = {"length": 4, "batch_size": 4, "cross_documents": cross_documents}
-    whole = list(evaluation_batches(store, **options))
-    parts = [list(evaluation_batches(store, **options, process_index=index, process_count=2)) for index in (0, 1)]
-    assert len(whole) == len(parts[0]) == len(parts[1]) == 2
-    for batch, first, second in zip(whole, *parts, strict=True):
-        same({name: np.concatenate([first[name], second[name]]) for name in first}, batch)
-    assert parts[1][1]["window"].tolist() == [-1, -1] and not parts[1][1]["weights"].any()
-
-
 def test_document_numbers_give_sums_per_source(make_store):
     store = make_store()
     losses = np.zeros(store.num_documents)
@@ -262,12 +248,8 @@ def test_corpus_shorter_than_a_window(make_store, refuses):
 @pytest.mark.parametrize("make", [WindowLoader, evaluation_batches])
 def test_wrong_sizes(make_store, make, refuses):
     store = make_store()
-    with refuses("batch size 6", "processes, 4"):
-        make(store, 4, 6, process_count=4)
-    with refuses("batch size 0", "positive"):
+    with refuses("batch size is 0", "positive"):
         make(store, 4, 0)
-    with refuses("process_index 2", "range(2)"):
-        make(store, 4, 2, process_index=2, process_count=2)
     with refuses("length is 0", "at least 1"):
         make(store, 0, 2)
 

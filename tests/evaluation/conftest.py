@@ -23,4 +23,4 @@ def params(model):
 
 @pytest.fixture(scope="session")
 def mesh():
-    return make_mesh(base_config().mesh, jax.device_count(), 1)
+    return make_mesh(base_config().mesh)

@@ -1,0 +1,49 @@
+"""Where activations lie on a device mesh: logical axes by name, through one helper that does nothing without a mesh.
+
+A model says what an axis is; this table says which mesh axes it is split over. Legend: B batch, L length.
+"""
+
+import math
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+# Logical axis -> mesh axes. Only the axes that the mesh in force has are used.
+MESH_AXES = {
+    "batch": ("data", "fsdp"),
+    "gathered_batch": ("data",),  # where fsdp splits the width of the lookup instead
+    "width": ("fsdp",),
+    "heads": ("tensor",),  # key/value heads with their query heads
+    "hidden": ("tensor",),  # of the MLP
+    "vocab": ("tensor",),
+}
+
+
+def _sizes() -> dict[str, int]:
+    """Axis -> size of the mesh in force, of the axes that the compiler places by itself; {} without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return {}
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto}
+
+
+def mesh_axis_size(name: str) -> int:
+    """Devices along a mesh axis; 1 without a mesh."""
+    return _sizes().get(name, 1)
+
+
+def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
+    """x, laid out by the logical axes of its leading dimensions; the others are not split.
+
+    An axis that does not divide its dimension is left out: a single row is on every device.
+    """
+    sizes = _sizes()
+    if math.prod(sizes.values()) == 1:
+        return x
+    spec = []
+    for name, size in zip(logical, x.shape, strict=False):
+        axes = tuple(axis for axis in MESH_AXES.get(name, ()) if sizes.get(axis, 1) > 1)
+        fits = size % math.prod(sizes[axis] for axis in axes) == 0
+        spec.append(axes if axes and fits else None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
