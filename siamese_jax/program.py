@@ -4,6 +4,8 @@
 """
 
 import functools
+import hashlib
+import json
 import logging
 import math
 import os
@@ -15,12 +17,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from absl import app, flags
 from absl import logging as absl_logging
 from ml_collections import ConfigDict, config_flags
 
-from siamese_jax.config import base_config, flat_items, nearest_key
+from siamese_jax import __version__
+from siamese_jax.config import base_config, flat_items, nearest_key, resolved
 from siamese_jax.errors import FaultError, InputError
+from siamese_jax.parallel import start_up
 
 OK, FAULT, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 FLAGS = flags.FLAGS
@@ -48,10 +53,39 @@ def json_values(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def answer(result: dict, as_text: Callable[[dict], str]) -> None:
+    """The result of a program, from process 0: as one JSON object on stdout with --json, else as text."""
+    if not FLAGS.json:
+        say(as_text(result))
+    elif start_up.is_main():
+        print(json.dumps(json_values(result), allow_nan=False))
+
+
+def facts(config: ConfigDict | None = None, **others: str) -> dict[str, str]:
+    """What must be equal on all processes of a run: the configuration, if any, the versions, and `others`."""
+    known = {"library": __version__, "jax": jax.__version__, **others}
+    if config is None:
+        return known
+    text = json.dumps(resolved(config), sort_keys=True)
+    return {"configuration": hashlib.sha256(text.encode()).hexdigest(), **known}
+
+
+def shared_arguments() -> str:
+    """The command line without what tells one process from another."""
+    return " ".join(word for word in sys.argv[1:] if not word.lstrip("-").startswith(("process=", "process ")))
+
+
 def say(line: str = "") -> None:
-    """A line for the reader: on stdout, or on stderr where --json keeps stdout for one object."""
+    """A line for the reader, from process 0: on stdout, or on stderr where --json keeps stdout for one object."""
+    if not start_up.is_main():
+        return
     for_json = FLAGS.is_parsed() and FLAGS.get_flag_value("json", False)
     print(line, file=sys.stderr if for_json else sys.stdout, flush=True)
+
+
+def say_here(line: str) -> None:
+    """A line for the reader from this process, whichever it is; on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def required(name: str) -> str:
@@ -152,7 +186,7 @@ def run(main: Callable[..., None], takes_files: bool = False) -> None:
             main = functools.partial(main, files)
         app.run(lambda _: _ending(main), argv=sys.argv[:1], flags_parser=lambda argv: argv)
     except InputError as error:
-        _leave(f"error: {error}", WRONG_INPUT)
+        _leave("error", error, WRONG_INPUT)
 
 
 def _quiet_logging() -> None:
@@ -173,20 +207,30 @@ def _ending(main: Callable[[], None]) -> int:
     _quiet_logging()
     try:
         main()
+        start_up.leave()
     except InputError as error:
-        _leave(f"error: {error}", WRONG_INPUT)
+        _leave("error", error, WRONG_INPUT)
     except FaultError as error:
-        _leave(f"fault: {error}", FAULT)
+        _leave("fault", error, FAULT)
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        _leave("fault", "interrupted", INTERRUPTED)
     except BrokenPipeError:
         os._exit(FAULT)
+    except Exception as error:
+        if not start_up.is_shared():
+            raise
+        traceback.print_exc()
+        _leave("fault", f"{type(error).__name__}: {_one_line(error)[:300]}", FAULT)
     return OK
 
 
-def _leave(line: str, code: int) -> None:
+def _leave(kind: str, what: Any, code: int) -> None:
+    """Ends with one line. Where there are other processes they are told first, and then nothing is waited for."""
+    shared = start_up.is_shared()
+    start_up.fail(f"{kind}: {what}")
+    line = "interrupted" if code == INTERRUPTED else f"{kind}: {start_up.label()}{what}"
     print(line, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if code == FAULT:
-        os._exit(FAULT)  # what libraries still want to write on a full disk would be pages of tracebacks
+    if code == FAULT or shared:
+        os._exit(code)  # what libraries still want to write on a full disk would be pages of tracebacks
     sys.exit(code)

@@ -6,7 +6,17 @@ disk, and its last two files come too late for a seal. So Orbax writes `STEP.sav
 """
 
 from siamese_jax.checkpoint.checkpoints import Checkpoints
+from siamese_jax.checkpoint.processes import barrier, vote
 from siamese_jax.checkpoint.seal import available_steps, read_about
 from siamese_jax.checkpoint.weights import OpenWeights, open_weights, write_weights
 
-__all__ = ["Checkpoints", "OpenWeights", "available_steps", "open_weights", "read_about", "write_weights"]
+__all__ = [
+    "Checkpoints",
+    "OpenWeights",
+    "available_steps",
+    "barrier",
+    "open_weights",
+    "read_about",
+    "vote",
+    "write_weights",
+]

@@ -33,6 +33,6 @@ def vote(word):
     return next(filter(None, words), None)
 
 
-def barrier(name):
+def barrier(name, wait_ms=WAIT_MS):
     """Waits for all processes; safe in a background thread, unlike a collective."""
-    ocp.multihost.get_barrier_sync_fn()(key=f"siamese_jax_{name}", timeout_ms=WAIT_MS)
+    ocp.multihost.get_barrier_sync_fn()(key=f"siamese_jax_{name}", timeout_ms=wait_ms)

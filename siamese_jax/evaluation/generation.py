@@ -7,13 +7,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from siamese_jax.layers.activations import constrain
 from siamese_jax.models.language import LanguageModel
 from siamese_jax.models.loss import logits_of
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_tokens", "temperature"))
-def _continue(model, params, window_L, filled, key, *, num_tokens: int, temperature: float):
+def _continue(model, params, window_L, filled, seed, *, num_tokens: int, temperature: float):
     """num_tokens ids after the first `filled` ones of the window; a full window slides on by one."""
 
     def one(carry, key):
@@ -31,7 +33,8 @@ def _continue(model, params, window_L, filled, key, *, num_tokens: int, temperat
         filled = jnp.where(full, filled, filled + 1)
         return (window.at[filled - 1].set(token), filled), token
 
-    return jax.lax.scan(one, (window_L, filled), jax.random.split(key, num_tokens))[1]
+    tokens = jax.lax.scan(one, (window_L, filled), jax.random.split(jax.random.key(seed), num_tokens))[1]
+    return constrain(tokens, None)  # whole on every device, so that every process can read it
 
 
 def sample(
@@ -50,9 +53,9 @@ def sample(
     The context is the last `length` tokens, an end of text in front of the prompt included.
     """  # fmt: skip
     start = [tokenizer.end_of_text, *tokenizer.encode_batch([prompt])[0].tolist()][-length:]
-    window = jnp.full((length,), tokenizer.end_of_text, jnp.int32).at[: len(start)].set(jnp.asarray(start))
+    window = np.full(length, tokenizer.end_of_text, np.int32)  # a jax array would be one process's own
+    window[: len(start)] = start
     ids = _continue(
-        model, params, window, jnp.asarray(len(start)), jax.random.key(seed),
-        num_tokens=num_tokens, temperature=temperature,
-    )  # fmt: skip
-    return tokenizer.decode(ids.tolist())
+        model, params, window, np.int32(len(start)), seed, num_tokens=num_tokens, temperature=temperature
+    )
+    return tokenizer.decode(np.asarray(ids).tolist())

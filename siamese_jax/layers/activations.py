@@ -1,4 +1,4 @@
-"""Where activations lie on a device mesh: logical axes by name, through one helper that does nothing without a mesh.
+"""Where activations lie on a device mesh: logical axes, through one helper that does nothing without a mesh.
 
 A model says what an axis is; this table says which mesh axes it is split over. Legend: B batch, L length.
 """

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from siamese_jax.errors import InputError
 from siamese_jax.layers.activations import constrain
+from siamese_jax.layers.platform import target_platform
 from siamese_jax.residual.scheme import Residual, Segments
 
 Watch = Callable[[Mapping[str, jax.Array]], Any]
@@ -24,15 +25,46 @@ REMAT_POLICIES = {
     "matmuls": _policies.dots_with_no_batch_dims_saveable,
     "branches": _policies.save_only_these_names("attention_out", "mlp_out"),
     "inputs": _policies.save_only_these_names("qkv", "context", "mlp_up"),
-    "offload": _policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["streams"], offload_src="device", offload_dst="pinned_host"),
-    "offload_inputs": _policies.save_and_offload_only_these_names(names_which_can_be_saved=["qkv", "context", "mlp_up"], names_which_can_be_offloaded=["streams"], offload_src="device", offload_dst="pinned_host"),
 }
+OFFLOADS = ("none", "extra", "streams")
 
 
-def check_remat(name: str) -> None:
-    """InputError unless the policy is known."""
+def check_remat(name: str, offload: str) -> None:
+    """InputError unless the policies are known and go together."""
     if name not in REMAT_POLICIES:
         raise InputError(f"unknown remat policy {name!r}: model.remat must be one of {', '.join(REMAT_POLICIES)}")
+    if offload not in OFFLOADS:
+        raise InputError(f"model.offload is {offload!r}: it must be one of {', '.join(OFFLOADS)}")
+    if offload != "none" and name == "none":
+        raise InputError(f"model.offload is {offload!r} but model.remat 'none': set model.remat, to inputs say")
+
+
+def _stream_name(index: int) -> str:
+    return f"stream_{index}"
+
+
+def remat_policy(name: str, offload: str, num_streams: int) -> Callable | None:
+    """What of a layer is kept for the backward pass; None: everything.
+
+    Whatever the policy, a layer is recomputed from the streams that enter it. `offload` moves these to the host's
+    memory until then: all ('streams'), or all but one ('extra'), so that two streams need no more memory on the
+    device than one. On a CPU that is the same memory, and nothing is moved.
+    """
+    policy = REMAT_POLICIES[name]
+    first_moved = {"none": num_streams, "extra": 1, "streams": 0}[offload]
+    moved = [_stream_name(i) for i in range(first_moved, num_streams)]
+    if not moved or target_platform() == "cpu":
+        return policy
+    offloading = _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=moved,
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+    def keep(primitive, *shapes, **params):
+        chosen = offloading if params.get("name") in moved else policy
+        return chosen(primitive, *shapes, **params)
+
+    return keep
 
 
 class Layer(nn.Module):
@@ -49,7 +81,9 @@ class Layer(nn.Module):
         self.mlp = self.make_mlp()
 
     def __call__(self, streams, depth, context):
-        streams = jax.tree.map(lambda stream: checkpoint_name(stream, "streams"), streams)
+        leaves, tree = jax.tree.flatten(streams)
+        named = [checkpoint_name(stream, _stream_name(i)) for i, stream in enumerate(leaves)]
+        streams = jax.tree.unflatten(tree, named)
         streams = self.residual.layer(streams, lambda h: self.attention(h, *context), self.mlp, depth)
         streams = jax.tree.map(lambda stream: constrain(stream, "batch"), streams)
         watched = self.watch(self.residual.named_streams(streams)) if self.watch else None
@@ -70,20 +104,24 @@ class Stack(nn.Module):
     make_mlp: Callable[[], nn.Module]
     scan: bool = True
     remat: str = "none"
+    offload: str = "none"
 
-    def _layer_class(self):
-        policy = REMAT_POLICIES[self.remat]
+    def _layer_class(self, num_streams: int):
+        if self.remat == "none":
+            return Layer
+        policy = remat_policy(self.remat, self.offload, num_streams)
         # Under scan XLA cannot merge the recomputation with the forward pass, so no barrier is needed there.
-        return Layer if self.remat == "none" else nn.remat(Layer, policy=policy, prevent_cse=not self.scan)
+        return nn.remat(Layer, policy=policy, prevent_cse=not self.scan)
 
     @nn.compact
     def __call__(self, streams, *context, watch: Watch | None = None):
         watched, first = [], 0
         for make_residual, count in self.segments:
             parts = (make_residual, self.make_attention, self.make_mlp, watch)
+            layer_class = self._layer_class(len(jax.tree.leaves(streams)))
             if self.scan:
                 scanned = nn.scan(
-                    self._layer_class(),
+                    layer_class,
                     variable_axes={"params": 0},
                     split_rngs={"params": True},
                     in_axes=(0, nn.broadcast),
@@ -94,7 +132,7 @@ class Stack(nn.Module):
             else:
                 seen = []
                 for depth in range(first, first + count):
-                    layer = self._layer_class()(*parts, name=f"layer_{depth}")
+                    layer = layer_class(*parts, name=f"layer_{depth}")
                     streams, one = layer(streams, depth, context)
                     seen.append(one)
                 seen = jax.tree.map(lambda *ones: jnp.stack(ones), *seen)

@@ -67,9 +67,9 @@ def check_batch(mesh: Mesh, batch_size: int, accumulation: int) -> None:
     micro, parts = batch_size // accumulation, batch_parts(mesh)
     if micro % parts:
         raise InputError(
-            f"mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} = {parts} does not divide the {micro} "
-            f"windows of a micro-batch (training.batch_size {batch_size} / training.accumulation {accumulation}): "
-            "change one of them"
+            f"mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} = {parts} does not divide the "
+            f"{micro} windows of a micro-batch (training.batch_size {batch_size} / training.accumulation "
+            f"{accumulation}): change one of them"
         )
 
 

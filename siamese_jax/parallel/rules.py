@@ -96,7 +96,7 @@ def _sharding(path: str, leaf: Any, mesh: Mesh) -> NamedSharding:
     for size, axis in zip(leaf.shape, spec, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             raise InputError(
-                f"mesh.{axis} {mesh.shape[axis]} does not divide the {size} of parameter {path} {list(leaf.shape)}: "
-                f"change mesh.{axis} or the model's shape"
+                f"mesh.{axis} {mesh.shape[axis]} does not divide the {size} of parameter {path} "
+                f"{list(leaf.shape)}: change mesh.{axis} or the model's shape"
             )
     return NamedSharding(mesh, spec)

@@ -19,6 +19,7 @@ START_TIMEOUT, LOST_AFTER = 300, 60
 SHUTDOWN_TIMEOUT = 60
 _ERROR, _FAULT = 2, 1  # exit codes
 _call: RollCall | None = None
+_index = 0
 
 
 class Place(NamedTuple):
@@ -56,9 +57,14 @@ def start_processes(facts: Mapping[str, str], say: Callable[[str], None]) -> Non
         _start_on_tpu(facts, say)
 
 
+def is_shared() -> bool:
+    """Whether there are other processes."""
+    return _call is not None
+
+
 def is_main() -> bool:
-    """Whether this process writes and speaks for all."""
-    return jax.process_index() == 0
+    """Whether this process writes and speaks for all. Touches no device."""
+    return _index == 0
 
 
 def fail(line: str) -> None:
@@ -78,7 +84,7 @@ def leave() -> None:
 
 def label() -> str:
     """'process 2: ' where there are several."""
-    return f"process {_call.index}: " if _call is not None else ""
+    return f"process {_index}: " if _call is not None else ""
 
 
 def _given_place(coordinator: str | None, count: int | None, index: int | None) -> Place | None:
@@ -172,12 +178,12 @@ def _shared_address() -> str:
 
 
 def _watch(place: Place, facts, say, announcement, then: Callable[[Place, dict], None]) -> None:
-    global _call
+    global _call, _index
     given = flags.FLAGS
     call = RollCall(place.coordinator, place.count, place.index, dict(facts), given.start_timeout, say)
     announced = call.join(announcement)
     call.watch(lambda index, why: _on_loss(place, call.hosts.get(index, "?"), index, why), given.lost_after)
-    _call = call
+    _call, _index = call, place.index
     then(place, announced)
 
 

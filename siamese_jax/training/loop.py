@@ -11,11 +11,13 @@ import numpy as np
 from tqdm import tqdm
 
 from siamese_jax import __version__
-from siamese_jax.checkpoint import Checkpoints
+from siamese_jax.checkpoint import Checkpoints, vote
 from siamese_jax.config import resolved
 from siamese_jax.data.loader import Prefetcher
 from siamese_jax.models.initialize import count_parameters
+from siamese_jax.parallel.mesh import replicated
 from siamese_jax.run_folder import CHECKPOINTS, open_run_folder, read_summary, write_summary
+from siamese_jax.training.agree import check_shared_folder
 from siamese_jax.training.hardware import peak_memory_bytes
 from siamese_jax.training.metrics import format_duration
 from siamese_jax.training.parts import Parts, build, describe
@@ -41,10 +43,11 @@ def train(
     ...) come from the evaluation room, which training does not import.
     """
     parts = build(config, workdir)  # before signals wait: a long tokenisation is worth nothing half done
-    with StopRequest() as stop, jax.set_mesh(parts.mesh):
+    check_shared_folder(workdir)
+    with StopRequest() as stop:
         summary = read_summary(workdir)
-        if summary is not None:
-            return summary | {"status": "complete already"}
+        if vote("complete" if summary else None):  # a shared folder may show it to some processes later
+            return (summary or {}) | {"status": "complete already"}
         evaluator = make_evaluator(
             parts.model, parts.validation_store, parts.mesh, length=config.data.length,
             batch_size=config.eval.batch_size, cross_documents=config.data.cross_documents,
@@ -54,7 +57,8 @@ def train(
         kept = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
         with Checkpoints(folder, **kept, strict=config.checkpoint.strict, log=say) as checkpoints:
             found = find_start(parts, checkpoints, say)
-            open_run_folder(workdir, config)
+            if jax.process_index() == 0:
+                open_run_folder(workdir, config)
             say(describe(parts))
             state = make_state(parts, found)
             start = int(state.step)
@@ -68,7 +72,8 @@ def train(
                 result = _summary(parts, workdir, state, evaluator, sample, recorder, stop, say)
             except Stopped:
                 return {"status": "stopped", "step": done, "steps": config.training.steps, "workdir": workdir}
-        write_summary(workdir, result)
+        if jax.process_index() == 0:
+            write_summary(workdir, result)
         return result
 
 
@@ -95,7 +100,9 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
     """The loop: (state, updates done). The metrics of a step are fetched when the next one runs already."""
     config, num_steps = parts.config, parts.config.training.steps
     pending, done, saved = None, start, start
-    watch = jax.jit(make_stream_watch(parts.model, config.training.accumulation))
+    watch = jax.jit(
+        make_stream_watch(parts.model, config.training.accumulation), out_shardings=replicated(parts.mesh)
+    )
     train_step = None
 
     def settle():
@@ -111,12 +118,12 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
             checkpoints.save(done, state, _about(parts, done, recorder))
         saved = done
 
-    if recorder.owed is not None and not stop.requested:
+    if recorder.owed is not None and not stop.poll():
         validation = _validation(evaluator, state, stop, say)
         if validation is not None:
             recorder.settle_debt(validation)
     with Prefetcher(parts.loader.batch, start) as batches:
-        while done < num_steps and not stop.requested:
+        while done < num_steps and not stop.poll():
             _, rows = next(batches)
             batch = parts.put(rows)
             if train_step is None:
@@ -132,7 +139,7 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
             if streams or validation:
                 jax.block_until_ready(metrics)
                 with recorder.speed.paused():
-                    extra = _stream_metrics(watch(state.params, batch)) if streams else {}
+                    extra = _stream_metrics(parts, watch, state, batch) if streams else {}
                     figures = _validation(evaluator, state, stop, say) if validation else {}
                     extra = None if figures is None else extra | figures
             pending = (done, metrics, extra)
@@ -153,8 +160,10 @@ def _due(config, step: int) -> tuple[bool, bool]:
     )
 
 
-def _stream_metrics(seen: dict[str, jax.Array]) -> dict[str, float]:
+def _stream_metrics(parts, watch, state, batch) -> dict[str, float]:
     """post_rms/LAYER, pre_rms/LAYER and their ratio (stream_rms/LAYER with one stream)."""
+    with jax.set_mesh(parts.mesh):
+        seen = watch(state.params, batch)
     rms = {name: np.asarray(values, np.float64) for name, values in seen.items()}
     rows = {f"{name}_rms/{i}": value for name, values in rms.items() for i, value in enumerate(values)}
     if {"post", "pre"} <= rms.keys():
@@ -177,7 +186,8 @@ def _summary(parts, workdir, state, evaluator, sample, recorder, stop, say) -> d
     config = parts.config
     say("evaluating the whole validation set")
     evaluator.num_windows = -(-parts.validation_store.num_tokens // config.data.length)
-    with tqdm(total=evaluator.num_windows, unit="window", disable=None, leave=False) as bar:
+    disable = None if jax.process_index() == 0 else True
+    with tqdm(total=evaluator.num_windows, unit="window", disable=disable, leave=False) as bar:
 
         def progress(done):
             stop.check()
@@ -186,10 +196,11 @@ def _summary(parts, workdir, state, evaluator, sample, recorder, stop, say) -> d
         total = evaluator(state.eval_params(), progress)["total"]
     text = ""
     if config.eval.prompt:
-        text = sample(
-            parts.model, state.eval_params(), parts.tokenizer, config.eval.prompt, length=config.data.length,
-            num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
-        )  # fmt: skip
+        with jax.set_mesh(parts.mesh):
+            text = sample(
+                parts.model, state.eval_params(), parts.tokenizer, config.eval.prompt, length=config.data.length,
+                num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
+            )  # fmt: skip
     memory, memory_kind = peak_memory_bytes()
     speed = recorder.speed.summary()
     return {

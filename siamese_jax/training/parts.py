@@ -17,6 +17,7 @@ from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.initialize import count_parameters
 from siamese_jax.parallel.mesh import make_mesh, own_rows, put_batch
 from siamese_jax.run_folder import check_run_folder
+from siamese_jax.training.agree import first_process_first
 from siamese_jax.training.metrics import format_count
 from siamese_jax.training.optimizer import describe_groups
 from siamese_jax.training.plan import Plan, count_matrix_parameters, make_plan
@@ -40,13 +41,17 @@ def open_stores(config, split_names=("train", "validation")) -> tuple[Any, list[
     """(tokenizer, stores of the splits) of a configuration's data."""
     data = config.data
     tokenizer = make_tokenizer(data.tokenizer, data.end_of_text)
-    stores = [
-        prepare_store(
-            data.source, split, tokenizer=tokenizer, field=data.field, cache_dir=data.cache_dir,
-            validation_source=data.validation_source, validation_fraction=data.validation_fraction,
-        )
-        for split in split_names
-    ]  # fmt: skip
+
+    def prepare() -> list[TokenStore]:
+        return [
+            prepare_store(
+                data.source, split, tokenizer=tokenizer, field=data.field, cache_dir=data.cache_dir,
+                validation_source=data.validation_source, validation_fraction=data.validation_fraction,
+            )
+            for split in split_names
+        ]  # fmt: skip
+
+    stores = first_process_first(prepare)
     for store in stores:
         check_vocabulary(store, config.model.vocab_size)
     return tokenizer, stores

@@ -15,7 +15,7 @@ from siamese_jax.config import check_config, language_config
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageConfig, LanguageModel
 from siamese_jax.parallel.mesh import batch_sharding, check_batch, replicated
-from siamese_jax.parallel.rules import parameter_shardings, state_shardings, with_shardings
+from siamese_jax.parallel.rules import state_shardings, with_shardings
 from siamese_jax.training.metrics import flops_per_token
 from siamese_jax.training.optimizer import make_optimizer
 from siamese_jax.training.schedule import make_schedule

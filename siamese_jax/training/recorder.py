@@ -1,4 +1,7 @@
-"""From the metrics of finished steps to metrics.jsonl, TensorBoard, the log line and the progress bar."""
+"""From the metrics of finished steps to metrics.jsonl, TensorBoard, the log line and the progress bar.
+
+Every process checks them, process 0 writes and shows them.
+"""
 
 import contextlib
 import math
@@ -33,8 +36,10 @@ class Recorder:
             token_flops(parts.model_config, config.data.length), peak and peak * parts.mesh.size,
         )  # fmt: skip
         self.tokens_per_step = config.training.batch_size * config.data.length
-        self.writer = MetricWriter(workdir, start)
-        self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+        is_main = jax.process_index() == 0
+        self.writer = MetricWriter(workdir, start) if is_main else None
+        disable = None if is_main else True
+        self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=disable, dynamic_ncols=True)
         self.say, self.start, self.last_line = say, start, -math.inf
         self.last_finite, self.owed, self.converted = found.metrics, found.owed, found.converted
         self.checkpoints = checkpoints
@@ -44,6 +49,8 @@ class Recorder:
 
     def __exit__(self, kind, *_):
         self.bar.close()
+        if self.writer is None:
+            return
         try:
             self.writer.close()
         except OSError as error:  # the lines that the disk did not take
@@ -68,11 +75,14 @@ class Recorder:
 
     def settle_debt(self, validation: dict) -> None:
         """Writes the line that is owed, its validation made up for; once, however often it is made up for."""
-        if self.writer.last_step < self.start:  # a start killed before its first save leaves the line behind
+        # A start killed before its first save leaves the line behind.
+        if self.writer and self.writer.last_step < self.start:
             self._write(self.start, {**self.owed, **validation})
         self.owed = None
 
     def _write(self, step: int, line: dict) -> None:
+        if self.writer is None:
+            return
         self.writer.write(step, line)
         self._show(step, line)
 

@@ -13,13 +13,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from siamese_jax.parallel.program_text import (
-    collectives,
-    gathered_shapes,
-    memory_traffic,
-    parse,
-    program_flops,
-)
+from siamese_jax.parallel.flops import program_flops
+from siamese_jax.parallel.hlo import parse
+from siamese_jax.parallel.program_text import collectives, gathered_shapes, memory_traffic
 
 LAYERS, WIDTH, HIDDEN, BATCH, DEVICES = 3, 64, 128, 32, 8
 MATRIX = WIDTH * HIDDEN
@@ -28,7 +24,8 @@ REAL = f"""
 import json
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from siamese_jax.parallel.program_text import collectives, gathered_shapes, memory_traffic, program_flops
+from siamese_jax.parallel.flops import program_flops
+from siamese_jax.parallel.program_text import collectives, gathered_shapes, memory_traffic
 
 mesh = jax.make_mesh(({DEVICES},), ("fsdp",), axis_types=(AxisType.Auto,))
 specs = (P(None, "fsdp"), P(None, None, "fsdp"), P("fsdp"), P())

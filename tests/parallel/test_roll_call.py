@@ -1,6 +1,6 @@
 """The roll call with real processes: who is missing, different, killed, stopped or failed is named by everybody.
 
-The children import the module only, never jax, so that they start in a fraction of a second.
+One interpreter, which imports the module only, never jax, forks all of them, so that each starts in milliseconds.
 """
 
 import json
@@ -17,19 +17,34 @@ from pathlib import Path
 import pytest
 
 from siamese_jax.errors import InputError
-from siamese_jax.parallel import roll_call
+from siamese_jax.parallel import reception
+from siamese_jax.parallel.lines import Line
 from siamese_jax.parallel.roll_call import RollCall, free_port
 
 ROOT = Path(__file__).parents[2]
-CHILD = """
-import json, os, sys, time
+# Each connection to the nursery becomes a child with that connection as its stdin, stdout and stderr. None is
+# reaped before the nursery ends, so that a child's process id is nobody else's.
+NURSERY = """
+import json, os, socket, sys, time
 from siamese_jax.errors import InputError
 from siamese_jax.parallel.roll_call import RollCall
+
+server = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    connection = server.accept()[0]
+    if os.fork() == 0:
+        break
+    connection.close()
+server.close()
+for number in range(3):
+    os.dup2(connection.fileno(), number)
+connection.close()
 
 def tell(*words):
     print(*words, flush=True)
 
-o = json.loads(sys.argv[1])
+tell("started", os.getpid())
+o = json.loads(sys.stdin.readline())
 try:
     say = lambda text: tell("said", text)
     call = RollCall(o["address"], o["processes"], o["index"], o["facts"], o["timeout"], say)
@@ -56,7 +71,7 @@ for line in sys.stdin:
 
 
 class Child:
-    def __init__(self, port, processes, index, facts=None, timeout=20.0, silence=30.0, announcement=None):
+    def __init__(self, nursery, port, processes, index, facts=None, timeout=20.0, silence=30.0, announcement=None):
         options = {
             "address": f"127.0.0.1:{port}",
             "processes": processes,
@@ -66,22 +81,20 @@ class Child:
             "silence": silence,
             "announcement": announcement,
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        )
+        self.connection = socket.create_connection(nursery)
         self.lines: queue.Queue[str] = queue.Queue()
         self.seen: list[str] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+        self.pid = int(self.expect("started"))
+        self.command(json.dumps(options))
 
     def _read(self):
-        for line in self.process.stdout:
-            self.lines.put(line.strip())
+        try:
+            for line in self.connection.makefile():
+                self.lines.put(line.strip())
+        except ConnectionResetError:  # killed before it read its last command
+            pass
 
     def expect(self, word, seconds=15.0):
         """What follows this word in the next line that begins with it."""
@@ -97,37 +110,64 @@ class Child:
                 return rest
 
     def command(self, text):
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
+        self.connection.sendall(f"{text}\n".encode())
+
+    def signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self.signal(signal.SIGKILL)
 
     def rest(self):
         """All lines from here to the end of the process, which is told to exit."""
         self.command("exit")
-        self.process.wait(timeout=15)
-        self.reader.join(timeout=5)
+        self.wait()
         return [self.lines.get_nowait() for _ in range(self.lines.qsize())]
+
+    def wait(self):
+        self.reader.join(timeout=15)
+        assert not self.reader.is_alive()
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        address, number = server.getsockname(), server.fileno()
+        process = subprocess.Popen([sys.executable, "-c", NURSERY, str(number)], pass_fds=[number], cwd=ROOT)
+    yield address
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture
-def start():
+def start(nursery):
     children = []
 
     def start_child(*arguments, **options):
-        children.append(Child(*arguments, **options))
+        children.append(Child(nursery, *arguments, **options))
         return children[-1]
 
     yield start_child
     for child in children:
-        child.process.kill()
-        child.process.wait()
+        child.kill()
+        child.connection.close()
 
 
-def start_all(start, processes, **options):
-    port = free_port()
-    children = [start(port, processes, index, **options) for index in range(processes)]
+def start_groups(start, *victims, **options):
+    """Three processes for each victim, all joined: (the victim's index, the victim, the other two)."""
+    groups = []
+    for victim in victims:
+        port = free_port()
+        groups.append((victim, [start(port, 3, index, **options) for index in range(3)]))
+    for _, children in groups:
+        for child in children:
+            child.expect("joined")
+    return [(victim, children.pop(victim), children) for victim, children in groups]
+
+
+def expect_no_loss(children):
     for child in children:
-        child.expect("joined")
-    return children
+        assert not [line for line in child.rest() if line.startswith("lost")]
 
 
 def run_threads(calls, announcement=None):
@@ -196,7 +236,7 @@ def test_one_process_needs_nobody():
 
 
 def test_missing_processes_are_named_on_all(monkeypatch):
-    monkeypatch.setattr(roll_call, "FIRST_REMINDER", 0.3)
+    monkeypatch.setattr(reception, "FIRST_REMINDER", 0.3)
     said = []
     results = run_threads(make_calls([0, 2], 4, timeout=1.0, said=said))
     expected = (
@@ -209,7 +249,7 @@ def test_missing_processes_are_named_on_all(monkeypatch):
 
 
 def test_missing_process_0_is_named(monkeypatch):
-    monkeypatch.setattr(roll_call, "FIRST_REMINDER", 0.3)
+    monkeypatch.setattr(reception, "FIRST_REMINDER", 0.3)
     said = []
     (call,) = make_calls([1], 2, timeout=1.0, said=said)
     with pytest.raises(InputError, match=r"^process 0 cannot be reached at 127\.0\.0\.1:\d+ within 1 s \("):
@@ -282,7 +322,7 @@ def test_another_number_of_processes_is_named_on_all():
 
 
 def test_a_difference_is_told_though_somebody_is_missing(monkeypatch):
-    monkeypatch.setattr(roll_call, "GRACE", 0.3)
+    monkeypatch.setattr(reception, "GRACE", 0.3)
     results = run_threads(make_calls([0, 1], 3, [{"data": "a"}, {"data": "b"}], timeout=60.0))
     assert results == ["process 1 has another data (b) than process 0 (a): start all with the same data"] * 2
 
@@ -410,7 +450,7 @@ def test_strangers_are_ignored():
 
 def test_a_message_in_pieces_is_read():
     here, there = socket.socketpair()
-    line = roll_call._Line(here)
+    line = Line(here)
     for piece in (b'{"ty', b'pe": "ping"}\n{"type": ', b'"goodbye"}\n{"'):
         there.sendall(piece)
         line.receive()
