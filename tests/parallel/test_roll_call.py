@@ -23,7 +23,7 @@ from siamese_jax.parallel.roll_call import RollCall, free_port
 
 ROOT = Path(__file__).parents[2]
 # Each connection to the nursery becomes a child with that connection as its stdin, stdout and stderr. None is
-# reaped before the nursery ends, so that a child's process id is nobody else's.
+# reaped before the nursery ends, so that a child's process id stays its own.
 NURSERY = """
 import json, os, socket, sys, time
 from siamese_jax.errors import InputError
@@ -129,11 +129,18 @@ class Child:
         assert not self.reader.is_alive()
 
 
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(reception, "RETRY", 0.02)
+
+
 @pytest.fixture(scope="module")
 def nursery():
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         address, number = server.getsockname(), server.fileno()
-        process = subprocess.Popen([sys.executable, "-c", NURSERY, str(number)], pass_fds=[number], cwd=ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY, str(number)], stdin=subprocess.DEVNULL, pass_fds=[number], cwd=ROOT
+        )
     yield address
     process.kill()
     process.wait()
@@ -153,16 +160,14 @@ def start(nursery):
         child.connection.close()
 
 
-def start_groups(start, *victims, **options):
-    """Three processes for each victim, all joined: (the victim's index, the victim, the other two)."""
-    groups = []
-    for victim in victims:
-        port = free_port()
-        groups.append((victim, [start(port, 3, index, **options) for index in range(3)]))
-    for _, children in groups:
+def start_groups(start, groups, processes=3, **options):
+    """Groups of processes side by side, each a list by index, all joined and watching."""
+    ports = [free_port() for _ in range(groups)]
+    started = [[start(port, processes, index, **options) for index in range(processes)] for port in ports]
+    for children in started:
         for child in children:
             child.expect("joined")
-    return [(victim, children.pop(victim), children) for victim, children in groups]
+    return started
 
 
 def expect_no_loss(children):
@@ -217,7 +222,7 @@ def test_all_get_the_announcement_of_process_0_whoever_comes_first(start):
         child.command("leave")
     for child in [first, *early]:
         child.expect("done")
-        assert not [line for line in child.rest() if line.startswith("lost")]
+    expect_no_loss([first, *early])
 
 
 def test_host_names_are_known_to_all():
@@ -238,9 +243,9 @@ def test_one_process_needs_nobody():
 def test_missing_processes_are_named_on_all(monkeypatch):
     monkeypatch.setattr(reception, "FIRST_REMINDER", 0.3)
     said = []
-    results = run_threads(make_calls([0, 2], 4, timeout=1.0, said=said))
+    results = run_threads(make_calls([0, 2], 4, timeout=0.7, said=said))
     expected = (
-        "processes 1 and 3 of 4 did not start within 1 s: "
+        "processes 1 and 3 of 4 did not start within 0.7 s: "
         "start them with the same --coordinator and --processes, or raise --start_timeout"
     )
     assert results == [expected] * 2
@@ -251,8 +256,8 @@ def test_missing_processes_are_named_on_all(monkeypatch):
 def test_missing_process_0_is_named(monkeypatch):
     monkeypatch.setattr(reception, "FIRST_REMINDER", 0.3)
     said = []
-    (call,) = make_calls([1], 2, timeout=1.0, said=said)
-    with pytest.raises(InputError, match=r"^process 0 cannot be reached at 127\.0\.0\.1:\d+ within 1 s \("):
+    (call,) = make_calls([1], 2, timeout=0.5, said=said)
+    with pytest.raises(InputError, match=r"^process 0 cannot be reached at 127\.0\.0\.1:\d+ within 0.5 s \("):
         call.join()
     assert len(said) == 1
     assert said[0].startswith("waiting for process 0 at 127.0.0.1:")
@@ -270,7 +275,7 @@ def test_another_program_at_the_address_of_process_0():
                 sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        call = RollCall(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, {}, 0.8, print)
+        call = RollCall(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, {}, 0.4, print)
         with pytest.raises(InputError, match=r"cannot be reached.*another program"):
             call.join()
 
@@ -291,6 +296,19 @@ def test_a_fact_in_which_process_0_is_the_odd_one():
         "processes 1 and 2 have another library (0.2) than process 0 (0.1): install the same version on every host"
     )
     assert run_threads(make_calls([0, 1, 2], 3, facts)) == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("arguments", "start all with the same arguments"),
+        ("workdir", "start all with the same --workdir"),
+        ("jax", "install the same version on every host"),
+    ],
+)
+def test_each_fact_has_its_advice(name, advice):
+    results = run_threads(make_calls([0, 1], 2, [{name: "a"}, {name: "b"}]))
+    assert results == [f"process 1 has another {name} (b) than process 0 (a): {advice}"] * 2
 
 
 def test_facts_that_part_late_or_are_missing():
@@ -331,83 +349,87 @@ def test_a_process_that_ends_while_waiting_can_come_again(start):
     port = free_port()
     first = start(port, 3, 0)
     gone = start(port, 3, 1)
-    time.sleep(0.5)
-    gone.process.kill()
-    gone.process.wait()
+    time.sleep(0.3)
+    gone.kill()
+    gone.wait()
     others = [start(port, 3, index) for index in (1, 2)]
     for child in [first, *others]:
         child.expect("joined")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_named_by_all_others(start, victim):
-    children = start_all(start, 3)
-    children[victim].process.send_signal(signal.SIGKILL)
-    left = [child for index, child in enumerate(children) if index != victim]
-    for child in left:
-        assert child.expect("lost", seconds=5) == f"{victim} closed its connection"
-    for child in left:
-        assert not [line for line in child.rest() if line.startswith("lost")]
+def test_a_killed_process_is_named_by_all_others(start):
+    groups = start_groups(start, 2)
+    killed = [children.pop(victim) for victim, children in enumerate(groups)]
+    for child in killed:
+        child.kill()
+    for victim, children in enumerate(groups):
+        for child in children:
+            assert child.expect("lost", seconds=5) == f"{victim} closed its connection"
+        expect_no_loss(children)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_worker_does_not_hide_that_its_parent_was_killed(start):
-    children = start_all(start, 2)
-    children[1].command("fork 8")
-    children[1].expect("done")
-    children[1].process.kill()
-    assert children[0].expect("lost", seconds=5) == "1 closed its connection"
+    ((first, second),) = start_groups(start, 1, processes=2)
+    second.command("fork 8")
+    second.expect("done")
+    second.kill()
+    assert first.expect("lost", seconds=5) == "1 closed its connection"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_process_is_named_by_all_others(start, victim):
-    children = start_all(start, 3, silence=1.0)
-    time.sleep(0.5)
-    children[victim].process.send_signal(signal.SIGSTOP)
-    for index, child in enumerate(children):
-        if index != victim:
+def test_a_stopped_process_is_named_by_all_others(start):
+    groups = start_groups(start, 2, silence=1.0)
+    stopped = [children.pop(victim) for victim, children in enumerate(groups)]
+    time.sleep(0.3)
+    for child in stopped:
+        child.signal(signal.SIGSTOP)
+    for victim, children in enumerate(groups):
+        for child in children:
             assert child.expect("lost") == f"{victim} was silent for 1 s"
-    children[victim].process.send_signal(signal.SIGCONT)
-    assert children[victim].expect("lost")
+    for child in stopped:
+        child.signal(signal.SIGCONT)
+    for child in stopped:
+        assert child.expect("lost")
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_the_error_of_one_reaches_all_others(start, victim):
-    children = start_all(start, 3)
-    children[victim].command("fail the loss is NaN at step 7")
-    for index, child in enumerate(children):
-        if index != victim:
+def test_the_error_of_one_reaches_all_others(start):
+    groups = start_groups(start, 2)
+    victims = (0, 2)
+    for victim, children in zip(victims, groups, strict=True):
+        children[victim].command("fail the loss is NaN at step 7")
+    for victim, children in zip(victims, groups, strict=True):
+        failed = children.pop(victim)
+        for child in children:
             assert child.expect("lost") == f"{victim} the loss is NaN at step 7"
-    children[victim].expect("done")
-    for child in children:
-        assert not [line for line in child.rest() if line.startswith("lost")]
+        failed.expect("done")
+        expect_no_loss([failed, *children])
 
 
 def test_an_error_that_follows_from_a_killed_process_does_not_hide_it(start):
-    children = start_all(start, 3)
-    children[2].process.kill()
+    (children,) = start_groups(start, 1)
+    children[2].kill()
     children[1].command("fail connection reset by peer")
     for child in children[:2]:
         assert child.expect("lost") == "2 closed its connection"
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_leaving_is_no_loss(start, order):
-    children = start_all(start, 3)
-    for index in order:
-        children[index].command("leave")
+def test_leaving_is_no_loss(start):
+    upward, downward = start_groups(start, 2)
+    for pair in zip(upward, reversed(downward), strict=True):
+        for child in pair:
+            child.command("leave")
         time.sleep(0.1)
-    for child in children:
+    for child in upward + downward:
         child.expect("done")
-        assert not [line for line in child.seen + child.rest() if line.startswith("lost")]
+        assert not [line for line in child.seen if line.startswith("lost")]
+    expect_no_loss(upward + downward)
 
 
 def test_a_process_lost_after_another_left_is_named(start):
-    children = start_all(start, 3)
+    (children,) = start_groups(start, 1)
     children[1].command("leave")
     children[1].expect("done")
     assert not children[1].rest()
-    children[2].process.kill()
+    children[2].kill()
     assert children[0].expect("lost") == "2 closed its connection"
 
 
@@ -491,7 +513,7 @@ def test_an_unknown_host_is_refused(monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    call = RollCall("nosuchhost.invalid:1234", 2, 1, {}, 0.6, print)
+    call = RollCall("nosuchhost.invalid:1234", 2, 1, {}, 0.4, print)
     with pytest.raises(InputError, match=r"^the host of --coordinator nosuchhost\.invalid:1234 cannot be resolved"):
         call.join()
 
