@@ -23,7 +23,7 @@ from siamese_jax.training.schedule import check_schedule
 # What may differ when a run goes on: it changes neither the model, nor the data, nor the course of training.
 FREE = (
     *("checkpoint", "eval", "mesh", "logging", "data.cache_dir"),
-    *("model.remat", "model.offload", "model.attention"),
+    *("model.remat", "model.offload_streams", "model.attention"),
 )
 
 

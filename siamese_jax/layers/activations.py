@@ -4,6 +4,8 @@ A model says what an axis is; this table says which mesh axes it is split over. 
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -47,3 +49,28 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
         fits = size % math.prod(sizes[axis] for axis in axes) == 0
         spec.append(axes if axes and fits else None)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def on_own_rows(function: Callable, rows: Any, weight: jax.Array) -> Any:
+    """function(rows, weight) -> rows, on every device for its own rows (leading axis) and the whole weight.
+
+    A weight split along its leading axis is gathered once and its gradient summed over the devices once, whatever
+    loop `function` runs over parts of its rows: the compiler left alone would do both for every part.
+    """
+    sizes = _sizes()
+    axes = tuple(axis for axis in MESH_AXES["batch"] if sizes.get(axis, 1) > 1)
+    parts = math.prod(sizes[axis] for axis in axes)
+    if parts == 1 or any(x.shape[0] % parts for x in jax.tree.leaves(rows)):
+        return function(rows, weight)
+    (split,) = MESH_AXES["width"]
+    # With a tensor axis the compiler would undo that one's split in a gather by hand; it gathers well itself, but
+    # sums gradients whole.
+    is_split = split in axes and weight.shape[0] % sizes[split] == 0 and sizes.get("tensor", 1) == 1
+
+    def local(rows, weight):
+        return function(rows, jax.lax.all_gather(weight, split, tiled=True) if is_split else weight)
+
+    specs = PartitionSpec(axes), PartitionSpec(split if is_split else None)
+    return jax.shard_map(local, in_specs=specs, out_specs=specs[0], axis_names=set(axes), check_vma=False)(
+        rows, weight
+    )

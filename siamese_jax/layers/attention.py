@@ -114,6 +114,11 @@ def dot_product_attention(
     return form(q_BLJGK, k_BSJK, v_BSJK, attention_mask(length, causal, segments_BL))
 
 
+def _named(x: Array, name: str) -> Array:
+    """x [B, L, heads...] under a name for rematerialisation; flat, or a TPU copies the stack of all layers."""
+    return checkpoint_name(x.reshape(*x.shape[:2], -1), name).reshape(x.shape)
+
+
 class Attention(nn.Module):
     """Self-attention [B, L, D] -> [B, L, D]: a branch that knows nothing of residual streams.
 
@@ -151,7 +156,7 @@ class Attention(nn.Module):
         groups = self.num_heads // self.num_kv_heads
         features = (self.num_kv_heads, groups + 2, self.head_dim)
         qkv = Dense(features, self.use_bias, self.dtype, name="qkv")(x_BLD)
-        qkv = checkpoint_name(constrain(qkv, "batch", None, "heads"), "qkv")
+        qkv = _named(constrain(qkv, "batch", None, "heads"), "qkv")
         q, k, v = qkv[..., :groups, :], qkv[..., groups, :], qkv[..., groups + 1, :]
         q = self._normalise(self.query_norm, "query_norm", q)
         k = self._normalise(self.key_norm, "key_norm", k)
@@ -162,7 +167,7 @@ class Attention(nn.Module):
             q, k, v, causal=self.causal, segments_BL=segments_BL, implementation=self.implementation
         )
         context = self._normalise(self.context_norm, "context_norm", context)
-        context = checkpoint_name(constrain(context, "batch", None, "heads"), "context")
+        context = _named(constrain(context, "batch", None, "heads"), "context")
         context = context.reshape(*x_BLD.shape[:-1], self.num_heads * self.head_dim)
         out = Dense(x_BLD.shape[-1], self.use_bias, self.dtype, name="out")(context)
         return checkpoint_name(constrain(out, "batch"), "attention_out")

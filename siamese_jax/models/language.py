@@ -55,7 +55,7 @@ class LanguageConfig:
     init_std: float = 0.02
     scan: bool = True
     remat: str = "none"
-    offload: str = "none"  # of the streams that layers are recomputed from: none, extra, streams
+    offload_streams: bool = False  # to the host, until the backward pass computes their layer again
     attention: str = "auto"
     dtype: str = "float32"
     stream_dtype: str = "compute"  # 'compute' or a type: the type of the residual streams
@@ -114,7 +114,7 @@ def check_model(config: LanguageConfig) -> None:
     _one_of(config, "init", INITIALIZERS)
     _one_of(config, "dtype", DTYPES)
     _one_of(config, "stream_dtype", ("compute", *DTYPES))
-    check_remat(config.remat, config.offload)
+    check_remat(config.remat, config.offload_streams)
     config.segments()
 
 
@@ -140,7 +140,10 @@ class LanguageModel(nn.Module):
         segments = config.segments()
         self.residual = segments[-1][0]()
         self.residual_open = self.residual if len(segments) == 1 else segments[0][0]()
-        self.stack = Stack(segments, attention, mlp, scan=config.scan, remat=config.remat, offload=config.offload)
+        self.stack = Stack(
+            segments, attention, mlp,
+            scan=config.scan, remat=config.remat, offload_streams=config.offload_streams,
+        )  # fmt: skip
         nn.share_scope(self, self.stack)  # parameters stand under `layers`, not `stack/layers`
 
     def _stream_type(self) -> str:

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from siamese_jax.layers.activations import on_own_rows
 from siamese_jax.layers.norms import statistics_type
 
 Array = jax.Array
@@ -36,8 +37,15 @@ def token_losses(
     """(cross-entropy [B, L], log partition [B, L]) in nats, float32 or wider.
 
     Logits exist for `slice_length` positions at a time (0 = all at once) and are computed again in the
-    backward pass. A length that the slice does not divide is padded.
+    backward pass. A length that the slice does not divide is padded. On a mesh every device takes its own rows,
+    so that the kernel is gathered and its gradient summed over devices once, not for every slice.
     """
+    losses = functools.partial(_sliced_losses, vocab_size=vocab_size, slice_length=slice_length)
+    return on_own_rows(losses, (hidden_BLD, targets_BL), kernel_DV)
+
+
+def _sliced_losses(rows, kernel_DV: Array, *, vocab_size: int, slice_length: int) -> tuple[Array, Array]:
+    hidden_BLD, targets_BL = rows
     batch, length, width = hidden_BLD.shape
     if slice_length <= 0 or slice_length >= length:
         return _slice_losses(hidden_BLD, kernel_DV, targets_BL, vocab_size)

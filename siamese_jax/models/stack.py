@@ -26,42 +26,33 @@ REMAT_POLICIES = {
     "branches": _policies.save_only_these_names("attention_out", "mlp_out"),
     "inputs": _policies.save_only_these_names("qkv", "context", "mlp_up"),
 }
-OFFLOADS = ("none", "extra", "streams")
 
 
-def check_remat(name: str, offload: str) -> None:
-    """InputError unless the policies are known and go together."""
+def check_remat(name: str, offload_streams: bool) -> None:
+    """InputError unless the policy is known and there is something to move."""
     if name not in REMAT_POLICIES:
         raise InputError(f"unknown remat policy {name!r}: model.remat must be one of {', '.join(REMAT_POLICIES)}")
-    if offload not in OFFLOADS:
-        raise InputError(f"model.offload is {offload!r}: it must be one of {', '.join(OFFLOADS)}")
-    if offload != "none" and name == "none":
-        raise InputError(f"model.offload is {offload!r} but model.remat 'none': set model.remat, to inputs say")
+    if offload_streams and name == "none":
+        raise InputError("model.offload_streams needs a model.remat other than 'none', such as inputs")
 
 
-def _stream_name(index: int) -> str:
-    return f"stream_{index}"
-
-
-def remat_policy(name: str, offload: str, num_streams: int) -> Callable | None:
+def remat_policy(name: str, offload_streams: bool) -> Callable | None:
     """What of a layer is kept for the backward pass; None: everything.
 
-    Whatever the policy, a layer is recomputed from the streams that enter it. `offload` moves these to the host's
-    memory until then: all ('streams'), or all but one ('extra'), so that two streams need no more memory on the
-    device than one. On a CPU that is the same memory, and nothing is moved.
+    Whatever the policy, a layer is computed again from the streams that enter it. `offload_streams` moves these to
+    the host's memory until then: a second stream costs the device next to nothing. On a CPU both memories are the
+    same, and nothing is moved.
     """
     policy = REMAT_POLICIES[name]
-    first_moved = {"none": num_streams, "extra": 1, "streams": 0}[offload]
-    moved = [_stream_name(i) for i in range(first_moved, num_streams)]
-    if not moved or target_platform() == "cpu":
+    if not offload_streams or target_platform() == "cpu":
         return policy
-    offloading = _policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=moved,
+    offload = _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["stream"],
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
 
     def keep(primitive, *shapes, **params):
-        chosen = offloading if params.get("name") in moved else policy
+        chosen = offload if params.get("name") == "stream" else policy
         return chosen(primitive, *shapes, **params)
 
     return keep
@@ -81,9 +72,7 @@ class Layer(nn.Module):
         self.mlp = self.make_mlp()
 
     def __call__(self, streams, depth, context):
-        leaves, tree = jax.tree.flatten(streams)
-        named = [checkpoint_name(stream, _stream_name(i)) for i, stream in enumerate(leaves)]
-        streams = jax.tree.unflatten(tree, named)
+        streams = jax.tree.map(lambda stream: checkpoint_name(stream, "stream"), streams)
         streams = self.residual.layer(streams, lambda h: self.attention(h, *context), self.mlp, depth)
         streams = jax.tree.map(lambda stream: constrain(stream, "batch"), streams)
         watched = self.watch(self.residual.named_streams(streams)) if self.watch else None
@@ -104,12 +93,12 @@ class Stack(nn.Module):
     make_mlp: Callable[[], nn.Module]
     scan: bool = True
     remat: str = "none"
-    offload: str = "none"
+    offload_streams: bool = False
 
-    def _layer_class(self, num_streams: int):
+    def _layer_class(self):
         if self.remat == "none":
             return Layer
-        policy = remat_policy(self.remat, self.offload, num_streams)
+        policy = remat_policy(self.remat, self.offload_streams)
         # Under scan XLA cannot merge the recomputation with the forward pass, so no barrier is needed there.
         return nn.remat(Layer, policy=policy, prevent_cse=not self.scan)
 
@@ -118,7 +107,7 @@ class Stack(nn.Module):
         watched, first = [], 0
         for make_residual, count in self.segments:
             parts = (make_residual, self.make_attention, self.make_mlp, watch)
-            layer_class = self._layer_class(len(jax.tree.leaves(streams)))
+            layer_class = self._layer_class()
             if self.scan:
                 scanned = nn.scan(
                     layer_class,

@@ -143,6 +143,8 @@ def _start_at(place: Place, facts, say) -> None:
 
 
 def _initialize(place: Place, announced: dict) -> None:
+    # Two programs in flight at once may mix up their collectives on CPUs, and then wait for each other for ever.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     address = f"{place.coordinator.rpartition(':')[0]}:{announced['port']}"
     jax.distributed.initialize(
         address, place.count, place.index, local_device_ids=place.local_devices,

@@ -1,0 +1,67 @@
+"""The mesh of a configuration: sizes, batches, rows. Several devices are tried in test_sharded_step.py."""
+
+import numpy as np
+import pytest
+
+from siamese_jax.errors import InputError
+from siamese_jax.parallel.mesh import check_batch, make_mesh, mesh_shape, own_rows, put_batch
+
+
+def sizes(data, fsdp, tensor):
+    return {"data": data, "fsdp": fsdp, "tensor": tensor}
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "expected"),
+    [
+        ((-1, 1, 1), 1, (1, 1, 1)),
+        ((-1, 1, 1), 8, (8, 1, 1)),
+        ((2, -1, 2), 8, (2, 2, 2)),
+        ((1, 2, -1), 8, (1, 2, 4)),
+        ((2, 2, 2), 8, (2, 2, 2)),
+        ((-1, 8, 1), 8, (1, 8, 1)),
+    ],
+)
+def test_one_size_is_filled_in(given, devices, expected):
+    assert mesh_shape(sizes(*given), devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "words"),
+    [
+        ((3, 1, 1), 8, ("mesh.data 3", "8 device(s)", "-1")),
+        ((-1, 3, 1), 8, ("mesh.fsdp 3", "8 device(s)")),
+        ((-1, 16, 1), 8, ("mesh.fsdp 16", "8 device(s)")),
+        ((2, 2, 1), 8, ("mesh.tensor 1", "8 device(s)")),
+        ((-1, -1, 1), 8, ("at most one is -1",)),
+        ((0, 1, 1), 1, ("mesh.data 0", "1 or more")),
+        ((-2, 1, 1), 1, ("mesh.data -2", "1 or more")),
+    ],
+)
+def test_a_mesh_that_does_not_multiply_to_the_devices(given, devices, words):
+    with pytest.raises(InputError) as caught:
+        mesh_shape(sizes(*given), devices)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+class Split:
+    """What check_batch reads of a mesh."""
+
+    shape = sizes(2, 4, 2)
+
+
+def test_a_batch_that_the_axes_do_not_divide():
+    check_batch(Split, 16, 2)
+    with pytest.raises(
+        InputError, match=r"mesh.data 2 x mesh.fsdp 4 = 8 does not divide the 4 windows .* 16 .* 4\)"
+    ):
+        check_batch(Split, 16, 4)
+
+
+def test_rows_come_back_as_they_were_put():
+    mesh = make_mesh(sizes(-1, 1, 1))
+    rows = own_rows(mesh, 6)
+    assert rows.tolist() == [0, 1, 2, 3, 4, 5]
+    batch = {"inputs": np.arange(24, dtype=np.int32).reshape(6, 4)}
+    placed = put_batch(batch, mesh, rows, 6)["inputs"]
+    assert placed.shape == (6, 4) and (np.asarray(placed) == batch["inputs"]).all()
