@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from tests.programs import checkpoints_of, records, shared_place
+from tests.programs import ROOT, checkpoints_of, records, shared_place
 
 MOST = 1e-5
 STEPS = ("training.steps=12", "checkpoint.every=6", "eval.every=6", "eval.max_windows=16", "training.batch_size=8")
@@ -27,19 +27,18 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def start_all(place, processes, devices, arguments, program="train.py", own=None):
-    """Starts the processes of a run; own: {index: arguments} of single ones."""
+def start_all(place, processes, devices, arguments, program="train.py", own=None, at=None):
+    """Starts the processes of a run; own: {index: arguments} of single ones; at: {index: folder to start in}."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
     environment = {"JAX_NUM_CPU_DEVICES": str(devices)}
     if processes == 1:
         return [place.start(*arguments, program=program, environment=environment)]
-    return [
-        place.start(
-            *arguments, *(own or {}).get(i, ()), address, f"--processes={processes}", f"--process={i}",
-            program=program, environment=environment,
-        )
-        for i in range(processes)
-    ]  # fmt: skip
+    started = []
+    for i in range(processes):
+        words = [*arguments, *(own or {}).get(i, ()), address, f"--processes={processes}", f"--process={i}"]
+        where = {"AT": str(at[i])} if at else {}
+        started.append(place.start(*words, program=program, environment=environment | where))
+    return started
 
 
 def run_all(place, processes, devices, arguments, **options):
@@ -132,9 +131,9 @@ def test_eval_opens_it_anywhere(place, two_by_four):
     assert figures[0]["sources"].keys() == figures[1]["sources"].keys()
 
 
-def refused(place, arguments, own, *words, code=2):
-    """Two processes that must both end with a line that has the words; the first has them on stderr."""
-    ended = run_all(place, 2, 1, arguments, own=own)
+def refused(place, arguments, *words, code=2, **options):
+    """Two processes that must both end with a line on stderr that has the words."""
+    ended = run_all(place, 2, 1, arguments, **options)
     for each in ended:
         assert each.code == code, each.err
         line = each.err.strip().splitlines()[-1]
@@ -144,10 +143,8 @@ def refused(place, arguments, own, *words, code=2):
 
 def test_processes_with_different_configurations(place):
     workdir = place.folder / "different"
-    arguments = place.arguments(workdir, *STEPS)
-    refused(
-        place, arguments, {1: ["--config.seed=7"]}, "error: ", "process 1", "another configuration", "process 0"
-    )
+    words = "error: ", "process 1", "another configuration", "process 0"
+    refused(place, place.arguments(workdir, *STEPS), *words, own={1: ["--config.seed=7"]})
     assert not workdir.exists()
 
 
@@ -161,12 +158,20 @@ def test_a_process_that_does_not_come(place):
 
 
 def test_a_folder_that_is_not_shared(place):
-    folders = {i: [f"--workdir={place.folder}/host_{i}/run"] for i in range(2)}
-    for i in range(2):
-        (place.folder / f"host_{i}").mkdir()
-    arguments = [word for word in place.arguments("", *STEPS) if not word.startswith("--workdir")]
-    refused(place, arguments, folders, "--workdir")
-    assert not any((place.folder / f"host_{i}" / "run").exists() for i in range(2))
+    """Two hosts with a disk of their own each: here two folders in which the same relative path means two places."""
+    folders = {i: place.folder / f"host_{i}" for i in range(2)}
+    for folder in folders.values():
+        folder.mkdir()
+    program = place.folder / "elsewhere.py"
+    program.write_text(
+        "import os, runpy, sys\n"
+        "os.chdir(os.environ['AT'])\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+    )
+    words = "error: ", "--workdir runs/it is not shared", "process 1 does not see"
+    refused(place, place.arguments("runs/it", *STEPS), *words, program=str(program), at=folders)
+    assert not any(any(folder.iterdir()) for folder in folders.values())
 
 
 @pytest.mark.parametrize(

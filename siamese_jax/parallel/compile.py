@@ -161,8 +161,10 @@ def _mesh_text(mesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
-def _gib(size: int | None) -> str:
-    return "?" if size is None else f"{size / GIB:.2f} GiB"
+def _size(size: int | None) -> str:
+    if size is None:
+        return "?"
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def format_row(row: dict) -> str:
@@ -172,22 +174,22 @@ def format_row(row: dict) -> str:
         f"{row['residual']} on {row['topology']}: {row['devices']} x {row['device']} ({_mesh_text(row['mesh'])}), "
         f"{row['batch_size']} sequences of {row['length']} an update, {row['sequences_per_device']} on a device at "
         f"once, {kept}",
-        f"  fits       {'yes' if row['fits'] else 'NO'}: {_gib(row['peak_bytes_per_device'])} of "
-        f"{_gib(row['memory_bytes_per_device'])} a device",
+        f"  fits       {'yes' if row['fits'] else 'NO'}: {_size(row['peak_bytes_per_device'])} of "
+        f"{_size(row['memory_bytes_per_device'])} a device",
     ]
     if "seconds" not in row:
         return "\n".join(lines)
     seconds = row["seconds"]
     moved = ", ".join(
-        f"{each['count']} {kind} {_gib(each['bytes'])}"
+        f"{each['count']} {kind} {_size(each['bytes'])}"
         for kind, each in row["collectives"].items()
         if each["count"]
     )
     host = row["host_bytes_per_device"]
     lines += [
-        f"  memory     parameters {_gib(row['parameter_bytes_per_device'])}, optimiser "
-        f"{_gib(row['optimizer_bytes_per_device'])}, activations {_gib(row['activation_bytes_per_device'])}"
-        + (f", host {_gib(host)}" if host else ""),
+        f"  memory     parameters {_size(row['parameter_bytes_per_device'])}, optimiser "
+        f"{_size(row['optimizer_bytes_per_device'])}, activations {_size(row['activation_bytes_per_device'])}"
+        + (f", host {_size(host)}" if host else ""),
         f"  FLOPs      {format_count(row['model_flops_per_step'])} of the model, "
         f"{format_count(row['executed_flops_per_step'])} executed, an update",
         f"  moved      {moved or 'nothing'}, a device and update",
@@ -200,7 +202,13 @@ def format_row(row: dict) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 10 else format_duration(seconds)
+    return (
+        f"{1000 * seconds:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+        if seconds < 10
+        else format_duration(seconds)
+    )
 
 
 def format_comparison(result: dict) -> str:
@@ -214,7 +222,7 @@ def format_comparison(result: dict) -> str:
 
 
 def _search_cells(row: dict) -> list:
-    size = _gib(row["peak_bytes_per_device"]) + ("" if row["fits"] else " NO")
+    size = _size(row["peak_bytes_per_device"]) + ("" if row["fits"] else " NO")
     cells = [_mesh_text(row["mesh"]), row["remat"], "yes" if row["offload_streams"] else "no"]
     cells += [row["sequences_per_device"], row["accumulation"], size]
     if "seconds" not in row:

@@ -142,9 +142,18 @@ def _start_at(place: Place, facts, say) -> None:
     _watch(place, facts, say, {"port": free_port()} if place.index == 0 else None, _initialize)
 
 
+def _keep_stdout() -> None:
+    """What C++ prints there (gloo, a line for every peer) goes to stderr: stdout is the program's own."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", buffering=1, encoding=sys.stdout.encoding)
+
+
 def _initialize(place: Place, announced: dict) -> None:
     # Two programs in flight at once may mix up their collectives on CPUs, and then wait for each other for ever.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    _keep_stdout()
     address = f"{place.coordinator.rpartition(':')[0]}:{announced['port']}"
     jax.distributed.initialize(
         address, place.count, place.index, local_device_ids=place.local_devices,

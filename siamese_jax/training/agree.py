@@ -16,7 +16,7 @@ from siamese_jax.errors import InputError
 
 T = TypeVar("T")
 A_DAY_MS = 24 * 3600 * 1000  # tokenising may take hours
-PATIENCE = 20.0  # seconds until a network file system shows a new file on another host
+PATIENCE = 10.0  # seconds until a network file system shows a new file on another host
 
 
 def first_process_first(work: Callable[[], T]) -> T:

@@ -88,7 +88,7 @@ def test_a_dimension_that_its_axis_does_not_divide():
         specs(shapes, Devices(fsdp=3))
     assert all(word in str(caught.value) for word in ("mesh.fsdp 3", "256", "parameter ", "[")), caught.value
     with pytest.raises(
-        InputError, match="mesh.tensor 8 does not divide the 4 of parameter layers/attention/qkv/kernel"
+        InputError, match=r"mesh.tensor 8 does not divide the 4 of parameter layers/attention/qkv/kernel"
     ):
         specs(shapes, Devices(tensor=8))
 
