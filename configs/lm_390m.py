@@ -19,7 +19,7 @@ def get_config(num_layers=17, width=1024):
     config.model.num_heads = width // 128
     config.model.mlp_hidden = 4 * width
     config.training.batch_size = 512  # sequences
-    config.training.accumulation = 4  # 16 sequences at once on each of 8 devices
+    config.training.sequences_per_device = 4
     config.training.steps = 11_444
     config.schedule.peak = 1e-3
     return config

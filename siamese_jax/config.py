@@ -23,6 +23,7 @@ from siamese_jax.training.schedule import check_schedule
 # What may differ when a run goes on: it changes neither the model, nor the data, nor the course of training.
 FREE = (
     *("checkpoint", "eval", "mesh", "logging", "data.cache_dir"),
+    *("training.accumulation", "training.sequences_per_device"),  # the same update, added up in another order
     *("model.remat", "model.offload_streams", "model.attention"),
 )
 
@@ -59,6 +60,7 @@ def base_config() -> ml_collections.ConfigDict:
                 "steps": 1000,
                 "batch_size": 16,  # windows of one update, over all devices
                 "accumulation": 1,  # micro-batches of one update
+                "sequences_per_device": 0,  # or: at most so many windows on a device at once; 0 = off
                 "z_loss": 0.0,
                 "init_from": "",  # a run folder whose newest weights a new run starts from
             },
@@ -135,6 +137,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     check_schedule(config.schedule, config.training.steps)
     at_least = {
         "data.length": 1, "training.batch_size": 1, "training.accumulation": 1, "training.z_loss": 0,
+        "training.sequences_per_device": 0,
         "checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.keep_every": 0, "eval.every": 0,
         "eval.batch_size": 1, "eval.max_windows": 0, "eval.sample_tokens": 0, "eval.temperature": 0,
         "logging.every": 1, "logging.streams_every": 0,
@@ -157,6 +160,11 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     batch, parts = config.training.batch_size, config.training.accumulation
     if batch % parts:
         raise InputError(f"training.accumulation {parts} does not divide training.batch_size {batch}")
+    if parts > 1 and config.training.sequences_per_device:
+        raise InputError(
+            f"training.accumulation {parts} and training.sequences_per_device "
+            f"{config.training.sequences_per_device} both divide an update: leave one at its default"
+        )
 
 
 def resolved(config: ml_collections.ConfigDict) -> dict:

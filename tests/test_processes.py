@@ -158,7 +158,7 @@ def test_a_process_that_does_not_come(place):
 
 
 def test_a_folder_that_is_not_shared(place):
-    """Two hosts with a disk of their own each: here two folders in which the same relative path means two places."""
+    """Two hosts with disks of their own: here two folders in which the same relative path means two places."""
     folders = {i: place.folder / f"host_{i}" for i in range(2)}
     for folder in folders.values():
         folder.mkdir()

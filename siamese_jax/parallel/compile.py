@@ -6,7 +6,7 @@
 
 An out-of-memory error found here costs a minute; found on the pod it costs the pod. --config.KEY=VALUE changes the
 configuration as for train.py: mesh.data, mesh.fsdp and mesh.tensor divide the chips, training.batch_size over
-training.accumulation is what they hold at once, model.remat and
+training.accumulation (or training.sequences_per_device) is what they hold at once, model.remat and
 model.offload_streams say what is kept for the backward pass.
 
 TPUs need libtpu (pip install 'jax[tpu]==VERSION'), GPUs jax's CUDA plugin; neither needs the hardware. Topologies:
@@ -108,8 +108,7 @@ def _pair(text: str) -> tuple[int, int]:
 def candidates(config: Config, topology: Topology) -> Iterator[list[Config]]:
     """Groups of configurations that differ in the micro-batch only, smallest first.
 
-    After one that does not fit none does. All make the same update: training.batch_size stays and accumulation
-    follows.
+    After one that does not fit none does. All make the same update: training.batch_size stays.
     """
     given = flags.FLAGS
     meshes = meshes_to_try(config, len(topology.devices), given.search_meshes)
@@ -122,13 +121,12 @@ def candidates(config: Config, topology: Topology) -> Iterator[list[Config]]:
         for offload in (False, True) if remat != "none" else (False,):
             group = []
             for sequences in sorted(map(int, given.search_sequences)):
-                micro = sequences * mesh[0] * mesh[1]
-                if config.training.batch_size % micro:
+                if config.training.batch_size % (sequences * mesh[0] * mesh[1]):
                     continue
                 each = config.copy_and_resolve_references()
                 each.mesh.update(dict(zip(AXES, mesh, strict=True)))
                 each.model.remat, each.model.offload_streams = remat, offload
-                each.training.accumulation = config.training.batch_size // micro
+                each.training.accumulation, each.training.sequences_per_device = 1, sequences
                 group.append(each)
             yield group
 
@@ -243,7 +241,7 @@ def format_search(result: dict) -> str:
     if best:
         keys = [f"mesh.{axis}={size}" for axis, size in best["mesh"].items()]
         keys += [f"model.{name}={best[name]}" for name in ("remat", "offload_streams")]
-        keys.append(f"training.accumulation={best['accumulation']}")
+        keys += ["training.accumulation=1", f"training.sequences_per_device={best['sequences_per_device']}"]
         lines.append("the first of these: " + " ".join(f"--config.{key}" for key in keys))
     return "\n".join(lines)
 

@@ -62,15 +62,22 @@ def _over_slices(shape: tuple[int, int, int], devices: list, num_slices: int) ->
     return mesh_utils.create_hybrid_device_mesh(inner, (num_slices, 1, 1), devices, allow_split_physical_axes=True)
 
 
-def check_batch(mesh: Mesh, batch_size: int, accumulation: int) -> None:
-    """InputError where the axes that split the batch do not divide a micro-batch."""
-    micro, parts = batch_size // accumulation, batch_parts(mesh)
-    if micro % parts:
+def micro_batches(config_training: Any, mesh: Mesh) -> int:
+    """Micro-batches of an update: training.accumulation, or as few as training.sequences_per_device allows.
+
+    InputError where the axes that split the batch do not divide a micro-batch.
+    """
+    batch, given, parts = config_training.batch_size, config_training.accumulation, batch_parts(mesh)
+    if batch // given % parts:
         raise InputError(
             f"mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']} = {parts} does not divide the "
-            f"{micro} windows of a micro-batch (training.batch_size {batch_size} / training.accumulation "
-            f"{accumulation}): change one of them"
+            f"{batch // given} windows of a micro-batch (training.batch_size {batch} / training.accumulation "
+            f"{given}): change one of them"
         )
+    own, most = batch // parts, config_training.sequences_per_device
+    if not most:
+        return given
+    return next(count for count in range(1, own + 1) if own % count == 0 and own // count <= most)
 
 
 def batch_parts(mesh: Mesh) -> int:

@@ -74,9 +74,9 @@ def _settings(plan: Plan, topology: Topology) -> dict[str, Any]:
         "remat": config.model.remat,
         "offload_streams": config.model.offload_streams,
         "batch_size": config.training.batch_size,
-        "accumulation": config.training.accumulation,
+        "accumulation": plan.accumulation,
         "length": config.data.length,
-        "sequences_per_device": config.training.batch_size // config.training.accumulation // parts,
+        "sequences_per_device": config.training.batch_size // plan.accumulation // parts,
         "memory_bytes_per_device": topology.chip.memory_bytes,
     }
 

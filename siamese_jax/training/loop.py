@@ -100,9 +100,7 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
     """The loop: (state, updates done). The metrics of a step are fetched when the next one runs already."""
     config, num_steps = parts.config, parts.config.training.steps
     pending, done, saved = None, start, start
-    watch = jax.jit(
-        make_stream_watch(parts.model, config.training.accumulation), out_shardings=replicated(parts.mesh)
-    )
+    watch = jax.jit(make_stream_watch(parts.model, parts.accumulation), out_shardings=replicated(parts.mesh))
     train_step = None
 
     def settle():

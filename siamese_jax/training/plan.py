@@ -14,7 +14,7 @@ import ml_collections
 from siamese_jax.config import check_config, language_config
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageConfig, LanguageModel
-from siamese_jax.parallel.mesh import batch_sharding, check_batch, replicated
+from siamese_jax.parallel.mesh import batch_sharding, micro_batches, replicated
 from siamese_jax.parallel.rules import state_shardings, with_shardings
 from siamese_jax.training.metrics import flops_per_token
 from siamese_jax.training.optimizer import make_optimizer
@@ -25,12 +25,13 @@ from siamese_jax.training.step import make_train_step
 
 @dataclasses.dataclass
 class Plan:
-    """The update of a configuration on a mesh. state_shapes: ShapeDtypeStructs with their shardings."""
+    """The update of a configuration on a mesh, in `accumulation` micro-batches; state_shapes: with shardings."""
 
     config: ml_collections.ConfigDict
     model_config: LanguageConfig
     model: LanguageModel
     mesh: jax.sharding.Mesh
+    accumulation: int
     schedule: Callable
     optimizer: Any
     state_shapes: TrainState
@@ -39,14 +40,14 @@ class Plan:
 def make_plan(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> Plan:
     """The plan of a configuration; InputError for the first thing that cannot work, on this mesh too."""
     check_config(config)
-    check_batch(mesh, config.training.batch_size, config.training.accumulation)
+    accumulation = micro_batches(config.training, mesh)
     model_config = language_config(config)
     schedule = make_schedule(config.schedule, config.training.steps)
     shapes = parameter_shapes(model_config)
     optimizer = make_optimizer(config.optimizer, schedule, shapes)
     state = jax.eval_shape(lambda: _initial_state(config, model_config, optimizer))
     state = with_shardings(state, state_shardings(state, shapes, mesh))
-    return Plan(config, model_config, LanguageModel(model_config), mesh, schedule, optimizer, state)
+    return Plan(config, model_config, LanguageModel(model_config), mesh, accumulation, schedule, optimizer, state)
 
 
 def _initial_state(config, model_config, optimizer) -> TrainState:
@@ -80,7 +81,7 @@ def jit_step(plan: Plan) -> Any:
     """The jitted update (state, batch) -> (state, metrics); the state is donated. To be traced under the mesh."""
     config, state = plan.config, _shardings(plan.state_shapes)
     step = make_train_step(
-        plan.model, plan.optimizer, plan.schedule, num_parts=config.training.accumulation,
+        plan.model, plan.optimizer, plan.schedule, num_parts=plan.accumulation,
         z_loss=config.training.z_loss, ema=config.optimizer.ema, shardings=state.params,
     )  # fmt: skip
     in_shardings = state, batch_sharding(plan.mesh)

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from siamese_jax.config import base_config
 from siamese_jax.errors import InputError
-from siamese_jax.parallel.mesh import check_batch, make_mesh, mesh_shape, own_rows, put_batch
+from siamese_jax.parallel.mesh import make_mesh, mesh_shape, micro_batches, own_rows, put_batch
 
 
 def sizes(data, fsdp, tensor):
@@ -50,12 +51,24 @@ class Split:
     shape = sizes(2, 4, 2)
 
 
+def training(batch_size, accumulation, sequences_per_device=0):
+    made = base_config().training
+    made.batch_size, made.accumulation = batch_size, accumulation
+    made.sequences_per_device = sequences_per_device
+    return made
+
+
 def test_a_batch_that_the_axes_do_not_divide():
-    check_batch(Split, 16, 2)
+    assert micro_batches(training(16, 2), Split) == 2
     with pytest.raises(
         InputError, match=r"mesh.data 2 x mesh.fsdp 4 = 8 does not divide the 4 windows .* 16 .* 4\)"
     ):
-        check_batch(Split, 16, 4)
+        micro_batches(training(16, 4), Split)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1, 12), (2, 6), (3, 4), (5, 3), (7, 2), (12, 1), (100, 1)])
+def test_micro_batches_from_what_a_device_holds(most, expected):
+    assert micro_batches(training(96, 1, most), Split) == expected  # 12 sequences a device and update
 
 
 def test_rows_come_back_as_they_were_put():
