@@ -44,6 +44,15 @@ def unwords(stored, entry):
 
 
 @jax.jit
+def bit_sums(arrays):
+    """{name: bit_sum} of all arrays, in one program.
+
+    A program for each array would be dozens in flight at once, more than XLA's CPU client lets a device have, and
+    their collectives would wait for each other for ever.
+    """
+    return {name: bit_sum(array) for name, array in arrays.items()}
+
+
 def bit_sum(array):
     """The bits of `array` read as 32-bit words and summed modulo 2^32: exact, hence the same on any mesh.
 
@@ -73,7 +82,7 @@ def compare(step, wanted, table, partial):
 
 def compare_sums(stored, table):
     """Broken if the restored arrays are not, bit for bit, those that were saved."""
-    sums = jax.device_get({name: bit_sum(array) for name, array in stored.items()})
+    sums = jax.device_get(bit_sums(stored))
     if altered := [name for name, value in sums.items() if int(value) != table[name]["sum"]]:
         raise Broken(f"{len(altered)} arrays are altered, the first is {altered[0]!r}")
 

@@ -63,7 +63,7 @@ class Checkpoints:
                 return False
             table = {name: bits.entry(array) for name, array in named.items()}
             words = {name: bits.words(array) for name, array in named.items()}
-            sums = {name: bits.bit_sum(array) for name, array in words.items()}
+            sums = bits.bit_sums(words)
             self._writer.save(self.folder / f"{step}.saving", args=ocp.args.PyTreeSave(words))
         except Exception as fault:
             self._failure = f"checkpoint {step} could not be saved", fault

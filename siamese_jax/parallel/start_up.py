@@ -151,8 +151,6 @@ def _keep_stdout() -> None:
 
 
 def _initialize(place: Place, announced: dict) -> None:
-    # Two programs in flight at once may mix up their collectives on CPUs, and then wait for each other for ever.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     _keep_stdout()
     address = f"{place.coordinator.rpartition(':')[0]}:{announced['port']}"
     jax.distributed.initialize(
