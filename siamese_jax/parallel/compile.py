@@ -72,7 +72,7 @@ def compare(config: Config, topology: Topology, schemes: list[str]) -> dict:
     """The row of the configuration; under `compare` those of the schemes, with the ratio of peak memory to each."""
     plans = [plan_for(each, topology) for each in [config, *(other_scheme(config, scheme) for scheme in schemes)]]
     rows = []
-    with tqdm(total=len(plans), unit="program", leave=False, dynamic_ncols=True) as bar:
+    with tqdm(total=len(plans), disable=None, unit="program", leave=False, dynamic_ncols=True) as bar:
         for plan in plans:
             bar.set_description(f"compiling {plan.config.model.residual} for {topology.name}")
             rows.append(predict(plan, topology))
@@ -135,7 +135,7 @@ def search(config: Config, topology: Topology) -> dict:
     """All that was tried, under `rows`: what fits first, the fastest first; `skipped` says what was not and why."""
     groups = list(candidates(config, topology))
     rows, skipped = [], []
-    with tqdm(total=sum(map(len, groups)), unit="program", leave=False, dynamic_ncols=True) as bar:
+    with tqdm(total=sum(map(len, groups)), disable=None, unit="program", leave=False, dynamic_ncols=True) as bar:
         for group in groups:
             for done, each in enumerate(group):
                 try:
