@@ -24,7 +24,8 @@ REMAT_POLICIES = {
     "full": _policies.nothing_saveable,
     "matmuls": _policies.dots_with_no_batch_dims_saveable,
     "branches": _policies.save_only_these_names("attention_out", "mlp_out"),
-    "inputs": _policies.save_only_these_names("qkv", "context", "mlp_up"),
+    # Enough that no product with a weight is computed again.
+    "inputs": _policies.save_only_these_names("qkv", "context", "attention_out", "mlp_up"),
 }
 
 

@@ -50,8 +50,17 @@ def _compile(plan: Plan, topology: Topology) -> tuple[Any, int]:
     """(compiled step, FLOPs that it executes over all devices, recomputation included)."""
     platform = topology.chip.platform
     with jax.set_mesh(plan.mesh), compiling_for("tpu" if platform == "tpu" else "gpu"):
-        traced = jit_step(plan).trace(plan.state_shapes, batch_shapes(plan))
-        return traced.lower(lowering_platforms=(platform,)).compile(), program_flops(traced.jaxpr)
+        traced = _trace(plan)
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
+        if platform == "cuda":  # a kernel such as cuDNN's attention hides what it computes
+            config = plan.config.copy_and_resolve_references()
+            config.model.attention = "plain"
+            traced = _trace(make_plan(config, plan.mesh))
+        return compiled, program_flops(traced.jaxpr)
+
+
+def _trace(plan: Plan) -> Any:
+    return jit_step(plan).trace(plan.state_shapes, batch_shapes(plan))
 
 
 def _needed_bytes(message: str) -> int | None:
