@@ -177,11 +177,39 @@ def _muon(config, schedule):
     """Muon (Jordan et al., 2024) with Nesterov momentum, its update scaled to AdamW's RMS."""
     # optax.contrib.muon in one call would run Nesterov's Adam, without a decay mask, on the other groups.
     return optax.chain(
-        optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=muon_axes),
+        _layer_by_layer(optax.contrib.scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=muon_axes)),
         optax.stateless(_scale_to_adam_rms),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _layer_by_layer(muon):
+    """scale_by_muon with the layers of every stack one after the other, with the same state and the same result.
+
+    Its matrices have to be whole: on a mesh all layers at once would be gathered at once.
+    """
+
+    def update(updates, state, params=None):
+        del params
+        stacks = [top for top in updates if is_stacked(top)]
+        rest = {top: tree for top, tree in updates.items() if top not in stacks}
+        rest_mu = {top: state.mu[top] for top in rest}
+        done, new_state = muon.update(rest, state._replace(mu=rest_mu))
+        mu = dict(new_state.mu)
+
+        def one(layer):
+            # Under a name that is no stack's, so that the axes are those of one layer.
+            scaled, own = muon.update({"layer": layer[0]}, state._replace(mu={"layer": layer[1]}))
+            return scaled["layer"], own.mu["layer"]
+
+        for top in stacks:
+            done[top], mu[top] = jax.lax.map(one, (updates[top], state.mu[top]))
+        order = list(updates)
+        ordered = [{top: tree[top] for top in order} for tree in (done, mu)]
+        return ordered[0], new_state._replace(mu=ordered[1])
+
+    return optax.GradientTransformation(muon.init, update)
 
 
 def _scale_to_adam_rms(updates, params):

@@ -24,7 +24,7 @@ BATCH, LENGTH, STEPS = 16, 32, 20
 def config(residual: str, **changes):
     made = base_config()
     made.model.update(
-        {"residual": residual, "num_layers": 3, "width": 32, "num_heads": 4, "mlp_hidden": 64, "loss_slice": 8}
+        {"residual": residual, "num_layers": 4, "width": 32, "num_heads": 4, "mlp_hidden": 64, "loss_slice": 8}
     )
     made.data.length, made.training.batch_size, made.training.steps = LENGTH, BATCH, STEPS
     made.schedule.warmup_steps = 2
