@@ -2,7 +2,7 @@
 # Starts a training command again and again until its run is complete.
 #
 #   scripts/run_until_complete.sh --workdir=DIR [options] -- COMMAND...
-#   scripts/run_until_complete.sh --workdir=runs/a -- python train.py --config=configs/quickstart.py --workdir=runs/a
+#   scripts/run_until_complete.sh --workdir=r/q -- python train.py --config=configs/quickstart.py --workdir=r/q
 #
 # With several processes start it once for each of them, on its host; one that ends takes the others along, and
 # all come back together.

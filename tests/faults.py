@@ -301,7 +301,8 @@ class Lab:
     def arguments(self, workdir, processes) -> list[str]:
         own = self.place.arguments(
             workdir, f"training.steps={self.steps}", f"checkpoint.every={EVERY}", f"eval.every={EVAL_EVERY}",
-            "eval.batch_size=4", f"data.validation_source={self.validation}",
+            f"eval.max_windows={64 if self.options.short else 0}", "eval.batch_size=4",
+            f"data.validation_source={self.validation}",
         )  # fmt: skip
         if processes == 1:
             return own
@@ -587,29 +588,43 @@ def as_text(result: dict) -> str:
 
 
 def go_through(lab: Lab, plans: list[Plan], say) -> dict:
+    """The references, then round after round; the report."""
     began, rounds, failures = time.monotonic(), [], {}
     lab.load()
-    for processes in sorted({plan.processes for plan in plans}):
-        lab.prepare(processes)
-        say(f"reference of {processes} processes after {time.monotonic() - began:.0f} s: {lab.steps} steps, "
-            f"{'bit for bit' if lab.references[processes].exact else 'NOT bit for bit'}")  # fmt: skip
+    try:
+        for processes in sorted({plan.processes for plan in plans}):
+            lab.prepare(processes)
+            exact = "bit for bit" if lab.references[processes].exact else "NOT bit for bit"
+            say(f"reference of {processes} process(es), {exact}, after {time.monotonic() - began:.0f} s")
+    except Failed as failure:  # nothing to compare the rounds with
+        result = report([], {"undisturbed": str(failure)}, time.monotonic() - began)
+        return result | {"wrong_losses": failure.wrong}
     for plan in plans:
-        each, started = Round(lab, plan), time.monotonic()
-        rounds.append(each)
-        try:
-            each.go()
-        except Failed as failure:
-            failures[plan.name], each.wrong = str(failure), failure.wrong
-        except Exception:  # of this program itself; the other rounds are still worth having
-            failures[plan.name] = traceback.format_exc()
-        else:
-            for path in lab.folder.glob(f"{plan.name}*"):
-                if path == each.workdir or path.name.startswith(f"{plan.name}."):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        verdict = f"FAILED: {failures[plan.name]}" if plan.name in failures else "ok"
-        told = "; ".join(map(str, each.hits)) or "no signal came in time"
-        say(f"{plan.name}: {plan.processes} processes: {told}: {time.monotonic() - started:.0f} s: {verdict}")
+        rounds.append(Round(lab, plan))
+        started = time.monotonic()
+        why = go(rounds[-1])
+        if why:
+            failures[plan.name] = why
+        told = "; ".join(map(str, rounds[-1].hits)) or "no signal came in time"
+        spent = f"{time.monotonic() - started:.0f} s"
+        verdict = f"FAILED: {why}" if why else "ok"
+        say(f"{plan.name} of {len(plans)}, {plan.processes} process(es): {told}: {spent}: {verdict}")
     return report(rounds, failures, time.monotonic() - began)
+
+
+def go(each: Round) -> str:
+    """Why a round failed; '' and a clean folder where it did not."""
+    try:
+        each.go()
+    except Failed as failure:
+        each.wrong = failure.wrong
+        return str(failure)
+    except Exception:  # of this program itself; the other rounds are still worth having
+        return traceback.format_exc()
+    shutil.rmtree(each.workdir)
+    for path in each.workdir.parent.glob(f"{each.workdir.name}.*"):
+        path.unlink()
+    return ""
 
 
 def read_options() -> argparse.Namespace:

@@ -20,7 +20,7 @@ CASES = [
 ]
 SLOW = [
     ("siamese_hybrid", ALL, {"training.accumulation": 2}),
-    ("siamese", ALL, {"model.tie_embedding": True, "model.remat": "inputs", "data.cross_documents": False}),
+    ("siamese", ALL, {"model.tie_embedding": True, "model.remat": "inputs"}),
     ("pre", ALL, {"model.scan": False, "model.activation": "gelu"} | MUON),
     *((scheme, ALL, MUON) for scheme in ("post", "deepnorm", "resi_dual", "hybrid", "hybrid_star", "mix", "peri")),
 ]
