@@ -37,7 +37,7 @@ during a save, a third during an evaluation. Every fifth round has one process o
   SIGTERM   all processes exit with 0 and the newest checkpoint is the step where they stopped. Before the
             processes are one run (jax.distributed) it just ends the process: nothing may be lost then either
   SIGKILL   the others exit with 1 within 30 s with a line that names the killed one; while they wait for each
-            other, with 2 after --start_timeout. Lost are at most the steps of one checkpoint interval, of two
+            other, after --start_timeout. Lost are at most the steps of one checkpoint interval, of two
             where a save was in flight
   restart   starts from the newest checkpoint, and says so
   the end   every step once, every loss and every figure of the final validation as in an undisturbed run of as
@@ -460,14 +460,15 @@ class Round:
         for child in start.children:
             if child is target:
                 continue
-            waited = not joined and child.code == 2
+            said = last_words([child])[0]
+            waited = not joined and ("did not start" in said or "cannot be reached" in said)
             hit.kind = "before all were there" if waited else hit.kind
-            named = re.search(rf"\bprocess {target.index}\b", last_words([child])[0])
+            named = re.search(rf"\bprocess {target.index}\b", said)
             allowed = START_TIMEOUT + SURVIVE if waited else SURVIVE
-            if child.code != (2 if waited else 1) or not named or child.end - target.end > allowed:
+            if child.code != 1 or not named or child.end - target.end > allowed:
                 raise Failed(
                     f"{hit}: process {child.index} ended with {child.code} after {child.end - target.end:.1f} s: "
-                    f"{last_words([child])[0] or 'without a word'}"
+                    f"{said or 'without a word'}"
                 )
 
     def _after_term(self, start, target, hit, joined) -> None:

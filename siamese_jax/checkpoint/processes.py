@@ -1,4 +1,7 @@
-"""One verdict on all processes: what fails on one of them has failed on all."""
+"""One verdict on all processes: what fails on one of them has failed on all. And one process before the others."""
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -7,7 +10,9 @@ from jax.experimental import multihost_utils
 
 from siamese_jax.checkpoint.seal import Broken, one_line
 
+T = TypeVar("T")
 WAIT_MS = 20 * 60 * 1000  # one process may seal or verify large files while the others wait
+A_DAY_MS = 24 * 3600 * 1000  # tokenising may take hours
 
 
 def together(work):
@@ -36,3 +41,15 @@ def vote(word):
 def barrier(name, wait_ms=WAIT_MS):
     """Waits for all processes; safe in a background thread, unlike a collective."""
     ocp.multihost.get_barrier_sync_fn()(key=f"siamese_jax_{name}", timeout_ms=wait_ms)
+
+
+def first_process_first(work: Callable[[], T]) -> T:
+    """work() on every process, on process 0 before the others, so that they find what it has made.
+
+    A process that fails ends all others (parallel/start_up.py), so nobody waits here for one that is gone.
+    """
+    if jax.process_count() == 1:
+        return work()
+    result = work() if jax.process_index() == 0 else None
+    barrier("first", A_DAY_MS)
+    return result if jax.process_index() == 0 else work()

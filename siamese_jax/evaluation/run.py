@@ -4,6 +4,7 @@ The mesh and the attention kernel of the training run do not matter: a checkpoin
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import ml_collections
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from siamese_jax.checkpoint import Checkpoints, available_steps
+from siamese_jax.checkpoint import Checkpoints, available_steps, first_process_first
 from siamese_jax.config import language_config
 from siamese_jax.data.loader import check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import InputError
 from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.layers.attention import NEEDS
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageModel
@@ -58,8 +60,8 @@ def open_run(workdir: str, step: int | None = None) -> OpenRun:
     """Reads a run folder; InputError where it is none, or has no checkpoint (of that step)."""
     config = read_config(workdir)
     model_config = language_config(config)
-    if target_platform() != "gpu":
-        model_config = dataclasses.replace(model_config, attention="auto")  # cuDNN was the choice of a GPU
+    if NEEDS.get(model_config.attention, target_platform()) != target_platform():
+        model_config = dataclasses.replace(model_config, attention="auto")  # a kernel of the training's machine
     folder = Path(workdir) / CHECKPOINTS
     steps = available_steps(folder)
     if not steps:
@@ -103,12 +105,14 @@ def open_store(
 ) -> TokenStore:
     """The token store of a split of the run's own data, or of another source, in the run's tokens."""
     data = run.config.data
-    store = prepare_store(
+    prepare = functools.partial(
+        prepare_store,
         data.source if source is None else source, split, tokenizer=run.tokenizer, field=field or data.field,
         cache_dir=data.cache_dir if cache_dir is None else cache_dir,
         validation_source=data.validation_source if source is None else "",
         validation_fraction=data.validation_fraction,
     )  # fmt: skip
+    store = first_process_first(prepare)
     check_vocabulary(store, run.config.model.vocab_size)
     return store
 
@@ -147,7 +151,10 @@ def evaluate_run(
         cross_documents=run.config.data.cross_documents, max_windows=max_windows,
     )  # fmt: skip
     weights = restore_weights(run, step, say)
-    with tqdm(total=evaluator.num_windows, unit="window", delay=2, leave=False, dynamic_ncols=True) as bar:
+    others = jax.process_index() != 0
+    with tqdm(
+        total=evaluator.num_windows, unit="window", delay=2, leave=False, dynamic_ncols=True, disable=others
+    ) as bar:
         figures = evaluator(weights.params, lambda done: bar.update(done - bar.n))
     return {
         "workdir": run.workdir,

@@ -4,7 +4,7 @@ A model says what an axis is; this table says which mesh axes it is split over. 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,28 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
         fits = size % math.prod(sizes[axis] for axis in axes) == 0
         spec.append(axes if axes and fits else None)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def on_own_blocks(function: Callable, arrays: Sequence[tuple], out: Sequence[str | None]) -> Any:
+    """function(*arrays), on every device for its own part: for kernels that the compiler cannot divide by itself.
+
+    arrays: (array, logical axes of its leading dimensions) each; out: those of the result. An axis that does not
+    divide a dimension of any of them splits none: every device then computes the whole.
+    """
+    sizes = _sizes()
+    if math.prod(sizes.values()) == 1:
+        return function(*(x for x, *_ in arrays))
+    named = [(name, size) for x, *logical in arrays for name, size in zip(logical, x.shape, strict=False) if name]
+    split = {}
+    for name, _ in named:
+        axes = tuple(axis for axis in MESH_AXES[name] if sizes.get(axis, 1) > 1)
+        parts = math.prod(sizes[axis] for axis in axes)
+        fits = all(size % parts == 0 for other, size in named if other == name)
+        split[name] = axes if axes and fits else None
+    specs = [PartitionSpec(*(split.get(name) for name in logical)) for _, *logical in arrays]
+    result = PartitionSpec(*(split.get(name) for name in out))
+    local = jax.shard_map(function, in_specs=tuple(specs), out_specs=result, axis_names=set(sizes), check_vma=False)
+    return local(*(x for x, *_ in arrays))
 
 
 def on_own_rows(function: Callable, rows: Any, weight: jax.Array) -> Any:

@@ -17,9 +17,11 @@ from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.norms import RMSNorm, statistics_type
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.layers.rotary import rotate
+from siamese_jax.layers.splash import LANES, fits_splash, splash_attention
 
 Array = jax.Array
-IMPLEMENTATIONS = ("auto", "plain", "cudnn")
+IMPLEMENTATIONS = ("auto", "plain", "cudnn", "splash")
+NEEDS = {"cudnn": "gpu", "splash": "tpu"}  # platform of an implementation that runs on one only
 NORM_PLACES = ("none", "head", "full")
 _logged: set[str] = set()
 
@@ -73,11 +75,15 @@ def _merged(q_BLJGK: Array, k_BSJK: Array, v_BSJK: Array, mask: Array | None) ->
     return jnp.einsum("bjglk->bljgk", context)
 
 
-def choose_implementation(wanted: str, platform: str, dtype, head_dim: int, masked: bool) -> str:
-    """'merged', 'grouped' or 'cudnn' for this platform, type and shape; the choice is logged once."""
+def choose_implementation(wanted: str, platform: str, dtype, length: int, head_dim: int, masked: bool) -> str:
+    """'merged', 'grouped', 'cudnn' or 'splash' for this platform, type and shape; the choice is logged once."""
     fits_cudnn = platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
     if wanted == "cudnn" or (wanted == "auto" and fits_cudnn and not masked):
         choice = "cudnn"
+    elif (wanted == "splash" and length % LANES == 0) or (
+        wanted == "auto" and fits_splash(platform, dtype, length, head_dim)
+    ):
+        choice = "splash"
     else:
         # Merged batch and head axes cannot both be split.
         choice = "merged" if platform == "cpu" and mesh_axis_size("tensor") == 1 else "grouped"
@@ -98,20 +104,29 @@ def dot_product_attention(
     segments_BL: Array | None,
     implementation: str,
 ) -> Array:
-    """softmax(q k^T / sqrt(K)) v -> [B, L, J, G, K]; scores and softmax in float32 or wider."""
+    """softmax(q k^T / sqrt(K)) v -> [B, L, J, G, K], for rematerialisation named 'context'.
+
+    Scores and softmax in float32 or wider.
+    """
     batch, length, kv_heads, groups, head_dim = q_BLJGK.shape
-    choice = choose_implementation(
-        implementation, target_platform(), q_BLJGK.dtype, head_dim, segments_BL is not None
-    )
+    masked = segments_BL is not None
+    choice = choose_implementation(implementation, target_platform(), q_BLJGK.dtype, length, head_dim, masked)
+    if choice == "splash":
+        return splash_attention(
+            q_BLJGK, k_BSJK, v_BSJK, causal=causal, segments_BL=segments_BL, name="context",
+            interpret=target_platform() == "cpu",
+        )  # fmt: skip
     if choice == "cudnn":
         mask = None if segments_BL is None else attention_mask(length, False, segments_BL)[:, None]
         q = q_BLJGK.reshape(batch, length, kv_heads * groups, head_dim)
         context = jax.nn.dot_product_attention(
             q, k_BSJK, v_BSJK, mask=mask, is_causal=causal, implementation="cudnn"
         )
-        return context.reshape(q_BLJGK.shape)
-    form = _merged if choice == "merged" else _grouped
-    return form(q_BLJGK, k_BSJK, v_BSJK, attention_mask(length, causal, segments_BL))
+        context = context.reshape(q_BLJGK.shape)
+    else:
+        form = _merged if choice == "merged" else _grouped
+        context = form(q_BLJGK, k_BSJK, v_BSJK, attention_mask(length, causal, segments_BL))
+    return _named(constrain(context, "batch", None, "heads"), "context")
 
 
 def _named(x: Array, name: str) -> Array:
@@ -167,7 +182,6 @@ class Attention(nn.Module):
             q, k, v, causal=self.causal, segments_BL=segments_BL, implementation=self.implementation
         )
         context = self._normalise(self.context_norm, "context_norm", context)
-        context = _named(constrain(context, "batch", None, "heads"), "context")
         context = context.reshape(*x_BLD.shape[:-1], self.num_heads * self.head_dim)
         out = Dense(x_BLD.shape[-1], self.use_bias, self.dtype, name="out")(context)
         return checkpoint_name(constrain(out, "batch"), "attention_out")

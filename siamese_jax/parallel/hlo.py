@@ -15,6 +15,7 @@ DEFINITION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
 OPCODE = re.compile(r"\s*([a-z][\w-]*)\(")
 CALLED = re.compile(rf"\b({ROLES})=(\{{[^{{}}]*\}}|%?[\w.-]+)")
 HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
+KERNEL_NOTES = re.compile(r'\{\n(?:".*\n)+\}(?=\})')  # of a Pallas kernel, over several lines of its instruction
 SPACE = re.compile(r"S\((\d+)\)")
 TRIP_COUNT = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
 FREE = ("bitcast", "reshape")  # the same bytes under another shape, inside a fusion
@@ -98,7 +99,7 @@ class Program:
 def parse(hlo_text: str) -> Program:
     """The computations of an optimised HLO text."""
     program, current = Program(), None
-    for line in hlo_text.splitlines():
+    for line in KERNEL_NOTES.sub("{}", hlo_text).splitlines():
         if line[:1] not in ("", " ", "}") and "->" in line and (header := HEADER.match(line)):
             current = program.computations.setdefault(header.group(2), Computation(header.group(2)))
             program.entry = current.name if header.group(1) else program.entry

@@ -98,6 +98,11 @@ def listen(port: int) -> socket.socket:
     return sock
 
 
+def descriptors() -> set[int]:
+    """Those of all connections that are open here."""
+    return {sock.fileno() for sock in list(_open) if sock.fileno() >= 0}
+
+
 def readable(lines: Iterable, seconds: float) -> list:
     """Those of these that can be read, or have ended, within these seconds."""
     # Not select.select: it fails in a process with more than 1024 open files.

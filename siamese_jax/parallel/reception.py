@@ -1,6 +1,7 @@
 """The roll call itself: process 0 receives all others, and each of them visits it, until all are there and agree.
 
-Where somebody is missing or different, process 0 says so to all that are connected, and all end alike.
+Where somebody is missing or different, process 0 says so to all that are connected, and all end alike. Different is
+the user's to mend (InputError); missing may come with the next start of all (FaultError).
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from siamese_jax.errors import InputError
+from siamese_jax.errors import FaultError, InputError
 from siamese_jax.parallel.lines import LAST_WORDS, Line, drain, listen, readable
 from siamese_jax.parallel.wording import listed, names, oddity, one_line
 
@@ -68,16 +69,16 @@ class Reception:
         self.reminder = _Reminder(part.say)
 
     def gather(self) -> tuple[dict[int, Line], dict[int, str]]:
-        """Connections and host names by index, when all are there and agree; InputError on all where not."""
+        """Connections and host names by index, when all are there and agree; InputError or FaultError where not."""
         self.listener = self._listen()
         try:
             while not self._complete():
                 self._serve()
                 self._tell()
         except BaseException as error:
-            if isinstance(error, InputError):
+            if isinstance(error, InputError | FaultError):
                 for line in self.guests:
-                    line.send(type="refused", text=str(error))
+                    line.send(type="refused", text=str(error), missing=isinstance(error, FaultError))
                     line.hang_up()
                 drain(self.guests, LAST_WORDS)
             for line in self.guests:
@@ -113,7 +114,7 @@ class Reception:
             raise InputError(odd)
         missing = self._missing()
         if missing and now > self.deadline:
-            raise InputError(
+            raise FaultError(
                 f"{names(missing)} of {self.part.processes} did not start within {self.part.timeout:g} s: start "
                 f"{'it' if len(missing) == 1 else 'them'} with the same --coordinator and --processes, "
                 "or raise --start_timeout"
@@ -178,7 +179,7 @@ class Visit:
         self.reminder = _Reminder(part.say)
 
     def wait(self) -> tuple[Line, dict]:
-        """The connection to process 0 and its start message; InputError where it refuses or cannot be reached."""
+        """The connection to process 0 and its start message; InputError where refused, FaultError where alone."""
         while True:
             try:
                 line = Line(self._connect())
@@ -191,7 +192,7 @@ class Visit:
                 reason = error
             left = self.deadline - time.monotonic()
             if left <= 0:
-                raise InputError(
+                raise FaultError(
                     f"process 0 cannot be reached at {self.part.address} within {self.part.timeout:g} s "
                     f"({reason}): start it with the same --coordinator, open the port between the hosts, "
                     "or raise --start_timeout"
@@ -234,7 +235,7 @@ class Visit:
                 if message.get("type") == "start":
                     return message
                 if message.get("type") == "refused":
-                    raise InputError(message["text"])
+                    raise (FaultError if message["missing"] else InputError)(message["text"])
                 if message.get("type") == "waiting":
                     answered, line.heard, text = True, now, message["text"]
             if line.closed:

@@ -66,8 +66,9 @@ class RollCall:
     def join(self, announcement: dict | None = None) -> dict:
         """Returns process 0's announcement (JSON values) on every process once all are there and agree.
 
-        InputError, on every connected process: some did not come within the timeout, two share an index, or they
-        differ in number or facts; also: process 0 cannot be reached, or cannot have its port.
+        FaultError on every connected process where some did not come within the timeout, and where process 0 cannot
+        be reached; InputError on all where two share an index or differ in number or facts, and on process 0 where
+        it cannot have its port.
         """
         announcement = json.loads(json.dumps(announcement or {}))
         if self._part.processes == 1:

@@ -13,12 +13,14 @@ import jax
 from absl import flags
 
 from siamese_jax.errors import InputError
+from siamese_jax.parallel import lines, linger
 from siamese_jax.parallel.roll_call import RollCall, free_port
 
 START_TIMEOUT, LOST_AFTER = 300, 60
 SHUTDOWN_TIMEOUT = 60
 _ERROR, _FAULT = 2, 1  # exit codes
 _call: RollCall | None = None
+_holder = None  # the child that holds process 0's sockets
 _index = 0
 
 
@@ -43,7 +45,8 @@ def define_flags() -> None:
 def start_processes(facts: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Joins the other processes, if there are any; to be called before anything touches a device.
 
-    facts: what must be equal on all, by name. InputError, on every process, where one is missing or differs.
+    facts: what must be equal on all, by name. InputError, on every process, where one differs, FaultError where one
+    is missing.
     From here on a lost process ends all others within seconds of being noticed, with a line that names it.
     """
     given = flags.FLAGS
@@ -77,6 +80,7 @@ def leave() -> None:
     """The good end, after which no process takes this one for lost. Waits for the others to come to theirs."""
     global _call
     if _call is not None:
+        linger.let_go(_holder)
         jax.distributed.shutdown()
         _call.leave()
         _call = None
@@ -187,13 +191,15 @@ def _shared_address() -> str:
 
 
 def _watch(place: Place, facts, say, announcement, then: Callable[[Place, dict], None]) -> None:
-    global _call, _index
+    global _call, _holder, _index
     given = flags.FLAGS
     call = RollCall(place.coordinator, place.count, place.index, dict(facts), given.start_timeout, say)
     announced = call.join(announcement)
     call.watch(lambda index, why: _on_loss(place, call.hosts.get(index, "?"), index, why), given.lost_after)
     _call, _index = call, place.index
     then(place, announced)
+    if place.index == 0:
+        _holder = linger.hold_sockets(except_for=lines.descriptors())
 
 
 def _on_loss(place: Place, host: str, index: int, why: str) -> None:

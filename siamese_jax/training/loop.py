@@ -17,12 +17,12 @@ from siamese_jax.data.loader import Prefetcher
 from siamese_jax.models.initialize import count_parameters
 from siamese_jax.parallel.mesh import replicated
 from siamese_jax.run_folder import CHECKPOINTS, open_run_folder, read_summary, write_summary
-from siamese_jax.training.agree import check_shared_folder
 from siamese_jax.training.hardware import peak_memory_bytes
 from siamese_jax.training.metrics import format_duration
 from siamese_jax.training.parts import Parts, build, describe
 from siamese_jax.training.plan import compile_step
 from siamese_jax.training.recorder import Recorder
+from siamese_jax.training.shared_folder import check_shared_folder
 from siamese_jax.training.signals import Stopped, StopRequest
 from siamese_jax.training.start import find_start, make_state
 from siamese_jax.training.state import TrainState

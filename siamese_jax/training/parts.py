@@ -7,17 +7,17 @@ import jax
 import ml_collections
 import numpy as np
 
+from siamese_jax.checkpoint import first_process_first
 from siamese_jax.config import flat_items, resolved
 from siamese_jax.data.loader import WindowLoader, check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import InputError
-from siamese_jax.layers.attention import choose_implementation
+from siamese_jax.layers.attention import NEEDS, choose_implementation
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.initialize import count_parameters
 from siamese_jax.parallel.mesh import make_mesh, own_rows, put_batch
 from siamese_jax.run_folder import check_run_folder
-from siamese_jax.training.agree import first_process_first
 from siamese_jax.training.metrics import format_count
 from siamese_jax.training.optimizer import describe_groups
 from siamese_jax.training.plan import Plan, count_matrix_parameters, make_plan
@@ -60,8 +60,11 @@ def open_stores(config, split_names=("train", "validation")) -> tuple[Any, list[
 def plan_here(config: ml_collections.ConfigDict) -> Plan:
     """The plan on the devices that are here; InputError for what cannot work."""
     plan = make_plan(config, make_mesh(config.mesh))
-    if plan.model_config.attention == "cudnn" and target_platform() != "gpu":
-        raise InputError(f"model.attention is cudnn, which needs a GPU, not {target_platform()}: set it to auto")
+    kernel, platform = plan.model_config.attention, target_platform()
+    if NEEDS.get(kernel, platform) != platform:
+        raise InputError(
+            f"model.attention is {kernel}, which needs a {NEEDS[kernel]}, not {platform}: set it to auto"
+        )
     return plan
 
 
@@ -89,8 +92,9 @@ def describe(parts: Parts) -> str:
     tokens = config.training.batch_size * config.data.length
     total = tokens * config.training.steps
     attention = choose_implementation(
-        model.attention, target_platform(), model.dtype, model.key_dim, not config.data.cross_documents
-    )
+        model.attention, target_platform(), model.dtype, config.data.length, model.key_dim,
+        not config.data.cross_documents,
+    )  # fmt: skip
     mesh = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items() if size > 1)
     lines += [
         describe_groups(config.optimizer, shapes),

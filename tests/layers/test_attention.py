@@ -153,7 +153,12 @@ def test_large_scores_neither_overflow_nor_leak():
     [
         ("auto", "cpu", "float32", 64, False, "merged"),
         ("auto", "cpu", "bfloat16", 64, False, "merged"),
-        ("auto", "tpu", "bfloat16", 128, False, "grouped"),
+        ("auto", "tpu", "bfloat16", 128, False, "splash"),
+        ("auto", "tpu", "bfloat16", 64, True, "splash"),
+        ("auto", "tpu", "bfloat16", 32, False, "grouped"),
+        ("auto", "tpu", "float32", 128, False, "grouped"),
+        ("splash", "tpu", "float32", 32, False, "splash"),
+        ("plain", "tpu", "bfloat16", 128, False, "grouped"),
         ("auto", "gpu", "float32", 64, False, "grouped"),
         ("auto", "gpu", "float64", 64, False, "grouped"),
         ("auto", "gpu", "bfloat16", 64, False, "cudnn"),
@@ -167,13 +172,15 @@ def test_large_scores_neither_overflow_nor_leak():
     ],
 )
 def test_choice_of_implementation(wanted, platform, dtype, head_dim, masked, choice):
-    assert choose_implementation(wanted, platform, dtype, head_dim, masked) == choice
+    assert choose_implementation(wanted, platform, dtype, 256, head_dim, masked) == choice
+    if choice == "splash":  # whose blocks do not fit other lengths
+        assert choose_implementation(wanted, platform, dtype, 200, head_dim, masked) == "grouped"
 
 
 def test_the_choice_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(attention, "_logged", set())
     with caplog.at_level("DEBUG", logger="siamese_jax"):
         for _ in range(3):
-            choose_implementation("auto", "tpu", "bfloat16", 128, False)
+            choose_implementation("plain", "tpu", "bfloat16", 256, 128, False)
     (record,) = caplog.records
     assert "grouped" in record.message and "tpu" in record.message and "128" in record.message

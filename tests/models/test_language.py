@@ -211,7 +211,7 @@ def test_rows_that_pad_the_vocabulary_count_for_nothing():
         ({"value_norm": "all"}, "model.value_norm is 'all': it must be one of none, head, full"),
         ({"context_norm": ""}, "model.context_norm is '': it must be one of none, head, full"),
         ({"activation": "relu"}, "model.activation is 'relu': it must be one of swiglu, gelu, gelu_tanh"),
-        ({"attention": "flash"}, "model.attention is 'flash': it must be one of auto, plain, cudnn"),
+        ({"attention": "flash"}, "model.attention is 'flash': it must be one of auto, plain, cudnn, splash"),
         ({"init": "xavier"}, "model.init is 'xavier': it must be one of mitchell, normal, full_megatron"),
         ({"dtype": "float16"}, "model.dtype is 'float16': it must be one of float32, bfloat16, float64"),
         ({"stream_dtype": "half"}, "model.stream_dtype is 'half': it must be one of compute, float32"),

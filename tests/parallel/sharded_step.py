@@ -32,10 +32,10 @@ def config(residual: str, **changes):
     return made
 
 
-def batches():
+def batches(length):
     draw = np.random.default_rng(0)
-    weights = (draw.random((STEPS, BATCH, LENGTH)) < 0.9).astype(np.float32)
-    tokens = draw.integers(257, size=(2, STEPS, BATCH, LENGTH)).astype(np.int32)
+    weights = (draw.random((STEPS, BATCH, length)) < 0.9).astype(np.float32)
+    tokens = draw.integers(257, size=(2, STEPS, BATCH, length)).astype(np.int32)
     for step in range(STEPS):
         yield {"inputs": tokens[0, step], "targets": tokens[1, step] // 4, "weights": weights[step]}
 
@@ -47,7 +47,7 @@ def run(made, sizes, devices) -> dict:
     start = jax.device_get(state.params)
     step, losses = compile_step(plan), []
     rows = own_rows(plan.mesh, BATCH)
-    for batch in batches():
+    for batch in batches(made.data.length):
         state, metrics = step(state, put_batch(batch, plan.mesh, rows, BATCH))
         losses.append(float(metrics["loss"]))
     # What the compiled program itself says of its state, before and after the update.

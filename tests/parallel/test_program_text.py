@@ -236,6 +236,25 @@ def test_structure_of_the_text():
     assert program.computations["inner_body"].root == "t.0"
 
 
+KERNEL = """
+HloModule one
+
+ENTRY %main (w: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %w = f32[8,4]{1,0} parameter(0)
+  %kernel = f32[8,4]{1,0} custom-call(%w), custom_call_target="tpu_custom_call", frontend_attributes={notes={
+"xprof_metadata":"{\\"block_q\\": 512, \\"k_layout\\": 1}"
+}}, metadata={op_name="jit(step)/while/body"}
+  ROOT %t = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%kernel, %w)
+}
+"""
+
+
+def test_notes_of_a_kernel_over_several_lines():
+    main = parse(KERNEL).computations["main"]
+    assert main.root == "t" and list(main.instructions) == ["w", "kernel", "t"]
+    assert memory_traffic(KERNEL) == 2 * 128
+
+
 ASYNC = """
 HloModule pairs
 

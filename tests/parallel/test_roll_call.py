@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from siamese_jax.errors import InputError
+from siamese_jax.errors import FaultError, InputError
 from siamese_jax.parallel import reception
 from siamese_jax.parallel.lines import Line
 from siamese_jax.parallel.roll_call import RollCall, free_port
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # reaped before the nursery ends, so that a child's process id stays its own.
 NURSERY = """
 import json, os, socket, sys, time
-from siamese_jax.errors import InputError
+from siamese_jax.errors import FaultError, InputError
 from siamese_jax.parallel.roll_call import RollCall
 
 server = socket.socket(fileno=int(sys.argv[1]))
@@ -49,7 +49,7 @@ try:
     say = lambda text: tell("said", text)
     call = RollCall(o["address"], o["processes"], o["index"], o["facts"], o["timeout"], say)
     tell("joined", json.dumps(call.join(o["announcement"])))
-except InputError as error:
+except (InputError, FaultError) as error:
     tell("refused", error)
     sys.exit(2)
 if o["silence"]:
@@ -182,7 +182,7 @@ def run_threads(calls, announcement=None):
     def join(at):
         try:
             results[at] = calls[at].join(announcement if at == 0 else None)
-        except InputError as error:
+        except (InputError, FaultError) as error:
             results[at] = str(error)
 
     threads = [threading.Thread(target=join, args=(at,), daemon=True) for at in range(len(calls))]
@@ -257,7 +257,7 @@ def test_missing_process_0_is_named(monkeypatch):
     monkeypatch.setattr(reception, "FIRST_REMINDER", 0.3)
     said = []
     (call,) = make_calls([1], 2, timeout=0.5, said=said)
-    with pytest.raises(InputError, match=r"^process 0 cannot be reached at 127\.0\.0\.1:\d+ within 0.5 s \("):
+    with pytest.raises(FaultError, match=r"^process 0 cannot be reached at 127\.0\.0\.1:\d+ within 0.5 s \("):
         call.join()
     assert len(said) == 1
     assert said[0].startswith("waiting for process 0 at 127.0.0.1:")
@@ -276,7 +276,7 @@ def test_another_program_at_the_address_of_process_0():
 
         threading.Thread(target=answer, daemon=True).start()
         call = RollCall(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, {}, 0.4, print)
-        with pytest.raises(InputError, match=r"cannot be reached.*another program"):
+        with pytest.raises(FaultError, match=r"cannot be reached.*another program"):
             call.join()
 
 

@@ -14,11 +14,14 @@ ALL = "8x1x1,1x8x1,1x2x4,2x2x2"
 # XLA adds up in another order on another mesh. float32 has 1.2e-7; seen over 20 updates: 1e-6.
 MOST = 1e-5
 MUON = {"optimizer.kind": "muon", "optimizer.ema": 0.9}
+SPLASH = {"model.attention": "splash", "data.length": 128}  # interpreted
 CASES = [
     ("siamese_hybrid", "1x8x1,2x2x2", {"training.accumulation": 2}),
     ("pre", "1x2x4", MUON),
+    ("siamese_hybrid", "2x2x2", SPLASH | {"model.num_heads": 2, "model.num_layers": 2}),
 ]
 SLOW = [
+    ("siamese_hybrid", ALL, SPLASH),
     ("siamese_hybrid", ALL, {"training.accumulation": 2}),
     ("siamese", ALL, {"model.tie_embedding": True, "model.remat": "inputs"}),
     ("pre", ALL, {"model.scan": False, "model.activation": "gelu"} | MUON),

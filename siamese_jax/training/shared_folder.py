@@ -1,31 +1,15 @@
-"""What the processes of a run must have in common before they start: token stores and one run folder.
-
-A process that fails ends all others (parallel/start_up.py), so nobody waits here for one that is gone.
-"""
+"""Whether all processes of a run see one run folder."""
 
 import pathlib
 import time
 import uuid
-from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 
-from siamese_jax.checkpoint import barrier, vote
+from siamese_jax.checkpoint import vote
 from siamese_jax.errors import InputError
 
-T = TypeVar("T")
-A_DAY_MS = 24 * 3600 * 1000  # tokenising may take hours
 PATIENCE = 10.0  # seconds until a network file system shows a new file on another host
-
-
-def first_process_first(work: Callable[[], T]) -> T:
-    """work() on every process, on process 0 before the others, so that they find what it has made."""
-    if jax.process_count() == 1:
-        return work()
-    result = work() if jax.process_index() == 0 else None
-    barrier("first", A_DAY_MS)
-    return result if jax.process_index() == 0 else work()
 
 
 def check_shared_folder(workdir: str) -> None:
