@@ -31,6 +31,14 @@ esac
 """
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """What is started in the background ignores Ctrl-C, and a shell cannot trap what it was told to ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def command(tmp_path):
     """command(options, words): what runs the fake program; a word 'CODE+STEP' makes a checkpoint too."""

@@ -16,7 +16,7 @@ How to read it:
   memory     what one device holds at the worst moment; "activations" is all that is not parameters, optimiser state
              or batch: kept values, gradients, gathered layers, scratch. Host memory holds what is offloaded.
   FLOPs      of one update on all devices: of the model (6 a matrix parameter and token, the whole attention
-             square), and as executed, recomputation included.
+             square, though a kernel may leave its masked half out), and as executed, recomputation included.
   step time  each part at the vendor's peak. A real step takes longer than the largest part; if nothing overlapped
              it would take their sum. These are bounds, not measurements.
 Exit codes: 0 done (also where it does not fit: see "fits"), 2 wrong configuration or input, 1 anything else.
