@@ -56,7 +56,7 @@ class LanguageConfig:
     scan: bool = True
     remat: str = "none"
     offload_streams: bool = False  # to the host, until the backward pass computes their layer again
-    attention: str = "auto"
+    attention: str = "auto"  # plain, cudnn (GPU), splash (TPU), or auto: the best that fits
     dtype: str = "float32"
     stream_dtype: str = "compute"  # 'compute' or a type: the type of the residual streams
     loss_slice: int = 128  # positions whose logits exist at once; 0 = all
