@@ -5,14 +5,17 @@ One process needs none of this. Several are told by flags, by SLURM or by a TPU 
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from absl import flags
+from jax.experimental import multihost_utils
 
-from siamese_jax.errors import InputError
+from siamese_jax.errors import FaultError, InputError
 from siamese_jax.parallel import lines, linger
 from siamese_jax.parallel.roll_call import RollCall, free_port
 
@@ -110,11 +113,19 @@ def slurm_place(environment: Mapping[str, str]) -> Place | None:
     if int(count) == 1:
         return None
     port = 61440 + int(job) % 4096  # the same for all tasks, another for the next job
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    alone = re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    bound = len(visible) == 1 and visible != [""]  # SLURM shows each task its own device already
-    return Place(f"{first_host(nodes)}:{port}", int(count), int(index), None if alone or bound else [int(local)])
+    return Place(f"{first_host(nodes)}:{port}", int(count), int(index), _devices_of_task(environment, int(local)))
+
+
+def _devices_of_task(environment: Mapping[str, str], local: int) -> list[int] | None:
+    """An equal share of what a host's tasks all see; None, all, where there is one task or each sees its own."""
+    tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    num_tasks = max(int(tasks[0]) if tasks else 1, local + 1)
+    visible = len([name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name])
+    bound = visible == 1 or 0 < visible < int(environment.get("SLURM_GPUS_ON_NODE") or 0)
+    if num_tasks == 1 or bound:
+        return None
+    share = max(1, visible // num_tasks)
+    return list(range(local * share, (local + 1) * share))
 
 
 def first_host(nodes: str) -> str:
@@ -159,7 +170,9 @@ def _initialize(place: Place, announced: dict) -> None:
     address = f"{place.coordinator.rpartition(':')[0]}:{announced['port']}"
     jax.distributed.initialize(
         address, place.count, place.index, local_device_ids=place.local_devices,
-        coordinator_bind_address=f"0.0.0.0:{announced['port']}", **_timeouts(),
+        cluster_detection_method="deactivate",  # which would leave a SLURM task one GPU of its host
+        coordinator_bind_address=f"{'[::]' if address.startswith('[') else '0.0.0.0'}:{announced['port']}",
+        **_timeouts(),
     )  # fmt: skip
 
 
@@ -168,8 +181,8 @@ def _start_on_tpu(facts, say) -> None:
     say("waiting for all hosts of the TPU slice")
     try:
         jax.distributed.initialize(**_timeouts())
-    except (ValueError, RuntimeError) as error:
-        raise InputError(
+    except (ValueError, RuntimeError) as error:  # what it cannot find out, and who does not come
+        raise (InputError if isinstance(error, ValueError) else FaultError)(
             f"the hosts of the TPU slice did not come together ({' '.join(str(error).split())[:200]}): "
             "start the program on all of them, or give --processes=1 for this host alone"
         ) from error
@@ -180,14 +193,19 @@ def _start_on_tpu(facts, say) -> None:
 
 def _shared_address() -> str:
     """HOST:PORT of a free port of process 0, on all processes."""
-    import socket
-
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    own = f"{socket.gethostbyname(socket.gethostname())}:{free_port()}".encode().ljust(64)
+    own = f"{_outward_address()}:{free_port()}".encode().ljust(64)
     rows = multihost_utils.broadcast_one_to_all(np.frombuffer(own, np.uint8))
     return bytes(np.asarray(rows, np.uint8)).decode().strip()
+
+
+def _outward_address() -> str:
+    """This host's address for others; its name may stand for 127.0.1.1 here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # an address of nobody; of a datagram socket this sends nothing
+            return sock.getsockname()[0]
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
 
 
 def _watch(place: Place, facts, say, announcement, then: Callable[[Place, dict], None]) -> None:
