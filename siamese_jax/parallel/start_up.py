@@ -179,6 +179,7 @@ def _initialize(place: Place, announced: dict) -> None:
 def _start_on_tpu(facts, say) -> None:
     """jax knows the slice; only then is there an address for the roll call."""
     say("waiting for all hosts of the TPU slice")
+    _keep_stdout()
     try:
         jax.distributed.initialize(**_timeouts())
     except (ValueError, RuntimeError) as error:  # what it cannot find out, and who does not come

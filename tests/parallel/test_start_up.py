@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from siamese_jax.errors import InputError
+from siamese_jax.parallel.roll_call import free_port
 from siamese_jax.parallel.start_up import Place, first_host, on_tpu_slice, slurm_place
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -65,29 +66,51 @@ def test_which_devices_of_its_host_a_task_has(changes, devices):
     assert slurm_place(SLURM | changes).local_devices == devices
 
 
-def test_two_tasks_of_slurm_find_each_other():
-    """One on each host, where jax itself would leave each the first GPU only."""
-    job = str(os.getpid())  # a port of its own
-    alone = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
-    program = (
-        "import sys, jax\n"
-        "from absl import flags\n"
-        "from siamese_jax.parallel import start_up\n"
-        "start_up.define_flags()\n"
-        "flags.FLAGS(sys.argv)\n"
-        "start_up.start_processes({}, print)\n"
-        "print(jax.process_index(), jax.process_count(), jax.config.values['jax_cuda_visible_devices'])\n"
-        "start_up.leave()\n"
-    )
+PROGRAM = """
+import os, sys, jax
+from absl import flags
+from siamese_jax.parallel import start_up
+start_up.define_flags()
+flags.FLAGS(sys.argv[:1] + ["--start_timeout=60"])
+BEFORE
+start_up.start_processes({}, lambda line: print(line, file=sys.stderr))
+seen = jax.config.values["jax_cuda_visible_devices"]
+print(jax.process_index(), jax.process_count(), seen, start_up.is_main(), sorted(start_up._call.hosts))
+start_up.leave()
+"""
+# A TPU slice as jax would find it, of CPUs.
+SLICE = """
+start = jax.distributed.initialize
+start_up.on_tpu_slice = lambda environment: True
+jax.distributed.initialize = lambda **others: start(
+    "127.0.0.1:PORT", 2, int(os.environ["INDEX"]), cluster_detection_method="deactivate", **others
+)
+"""
+
+
+def run_two(program, environments) -> list[str]:
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", program, "--start_timeout=60"],
-            env=os.environ | SLURM | alone | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(i), "JAX_PLATFORMS": "cpu"},
+            [sys.executable, "-c", program], env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
             cwd=ROOT, stdout=subprocess.PIPE, text=True,
         )
-        for i in range(2)
+        for environment in environments
     ]  # fmt: skip
-    assert [each.communicate(timeout=100)[0].split() for each in started] == [["0", "2", "all"], ["1", "2", "all"]]
+    return [each.communicate(timeout=100)[0].strip() for each in started]
+
+
+def test_two_tasks_of_slurm_find_each_other():
+    """One on each host, where jax itself would leave each the first GPU only."""
+    step = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+    job = SLURM | step | {"SLURM_JOB_ID": str(os.getpid())}  # a port of its own
+    said = run_two(PROGRAM.replace("BEFORE", ""), [job | {"SLURM_PROCID": str(i)} for i in range(2)])
+    assert said == ["0 2 all True [0, 1]", "1 2 all False [0, 1]"]
+
+
+def test_two_hosts_of_a_slice_find_each_other():
+    program = PROGRAM.replace("BEFORE", SLICE.replace("PORT", str(free_port())))
+    said = run_two(program, [{"INDEX": str(i)} for i in range(2)])
+    assert said == ["0 2 all True [0, 1]", "1 2 all False [0, 1]"]
 
 
 def test_no_slurm_or_one_task():
