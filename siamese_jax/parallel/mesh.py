@@ -41,7 +41,8 @@ def make_mesh(config_mesh: Mapping[str, int], devices: Sequence[Any] | None = No
     """The mesh of a configuration over the devices, all of jax's unless given; InputError where it does not fit."""
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(config_mesh, len(devices))
-    slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+    # GPUs have an index of that name too, their host's; a network between hosts is one that fsdp can cross.
+    slices = {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
     if len(slices) > 1:
         grid = _over_slices(shape, devices, len(slices))
     elif devices[0].platform == "cpu":

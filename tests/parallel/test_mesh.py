@@ -45,6 +45,35 @@ def test_a_mesh_that_does_not_multiply_to_the_devices(given, devices, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+class Elsewhere:
+    """What a mesh asks of a device: eight of them, four in each of two slices or hosts."""
+
+    def __init__(self, number, platform):
+        self.id, self.platform, self.device_kind = number, platform, "a kind"
+        self.slice_index = self.process_index = number // 4
+        self.client, self.coords, self.core_on_chip = None, (number % 4, 0, 0), 0
+
+    def __repr__(self):
+        return str(self.id)
+
+
+def places(platform, *shape):
+    devices = [Elsewhere(number, platform) for number in range(8)]
+    return np.vectorize(lambda device: device.id)(make_mesh(sizes(*shape), devices).devices).tolist()
+
+
+def test_only_data_crosses_slices_of_tpus():
+    first, second = places("tpu", 2, 4, 1)
+    assert sorted(first) == [[0], [1], [2], [3]] and sorted(second) == [[4], [5], [6], [7]]
+    with pytest.raises(InputError, match=r"mesh.data 1 is not a multiple of the 2 slices"):
+        places("tpu", 1, 8, 1)
+
+
+def test_fsdp_crosses_hosts_of_gpus():
+    assert places("gpu", 1, 8, 1) == [[[number] for number in range(8)]]
+    assert places("gpu", 2, 2, 2) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]  # tensor stays inside a host
+
+
 class Split:
     """What check_batch reads of a mesh."""
 
