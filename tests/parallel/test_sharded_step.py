@@ -16,8 +16,8 @@ MOST = 1e-5
 MUON = {"optimizer.kind": "muon", "optimizer.ema": 0.9}
 SPLASH = {"model.attention": "splash", "data.length": 128}  # interpreted
 CASES = [
-    ("siamese_hybrid", "1x8x1,2x2x2", {"training.accumulation": 2}),
-    ("pre", "1x2x4", MUON),
+    ("siamese_hybrid", "2x2x2", {"training.accumulation": 2}),
+    ("pre", "1x8x1", MUON),
     ("siamese_hybrid", "2x2x2", SPLASH | {"model.num_heads": 2, "model.num_layers": 2}),
 ]
 SLOW = [
