@@ -50,7 +50,9 @@ def get_config():
     config.data.length = 2048
 
     config.training.batch_size = 2048  # sequences
-    config.training.sequences_per_device = 4  # at once; accumulation follows from the mesh
+    # At once; accumulation follows from the mesh. As it is, parallel.compile finds 10.67 GiB a chip on v5e:4x4 and
+    # 9.07 on v5e:16x16, 1.024 times Pre-Norm's (remat full: 3.78 and 1.071; one sequence: 4.18 and 1.009).
+    config.training.sequences_per_device = 4
     config.mesh.data, config.mesh.fsdp = 1, -1
     config.training.steps = 23_842
 
