@@ -35,6 +35,12 @@ def mesh_axis_size(name: str) -> int:
     return _sizes().get(name, 1)
 
 
+def mesh_is_known() -> bool:
+    """Whether all axes of the mesh in force are those of MESH_AXES; of another program's nothing is known."""
+    known = {axis for axes in MESH_AXES.values() for axis in axes}
+    return all(size == 1 or name in known for name, size in _sizes().items())
+
+
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     """x, laid out by the logical axes of its leading dimensions; the others are not split.
 

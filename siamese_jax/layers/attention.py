@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from siamese_jax.layers.activations import constrain, mesh_axis_size
+from siamese_jax.layers.activations import constrain, mesh_axis_size, mesh_is_known
 from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.norms import RMSNorm, statistics_type
 from siamese_jax.layers.platform import target_platform
@@ -81,7 +81,7 @@ def choose_implementation(wanted: str, platform: str, dtype, length: int, head_d
     if wanted == "cudnn" or (wanted == "auto" and fits_cudnn and not masked):
         choice = "cudnn"
     elif (wanted == "splash" and length % LANES == 0) or (
-        wanted == "auto" and fits_splash(platform, dtype, length, head_dim)
+        wanted == "auto" and fits_splash(platform, dtype, length, head_dim) and mesh_is_known()
     ):
         choice = "splash"
     else:

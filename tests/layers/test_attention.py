@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from siamese_jax.layers import attention
+from siamese_jax.layers import activations, attention
 from siamese_jax.layers.attention import Attention, attention_mask, choose_implementation
 from siamese_jax.layers.rotary import rotary_tables
 
@@ -175,6 +175,13 @@ def test_choice_of_implementation(wanted, platform, dtype, head_dim, masked, cho
     assert choose_implementation(wanted, platform, dtype, 256, head_dim, masked) == choice
     if choice == "splash":  # whose blocks do not fit other lengths
         assert choose_implementation(wanted, platform, dtype, 200, head_dim, masked) == "grouped"
+
+
+def test_no_kernel_for_the_mesh_of_another_program(monkeypatch):
+    """Whose axes say nothing of batch and heads: every device would compute the whole."""
+    for axes, choice in (({"data": 4, "tensor": 2}, "splash"), ({"replica": 8}, "grouped"), ({"x": 1}, "splash")):
+        monkeypatch.setattr(activations, "_sizes", lambda axes=axes: axes)
+        assert choose_implementation("auto", "tpu", "bfloat16", 256, 128, False) == choice
 
 
 def test_the_choice_is_logged_once(caplog, monkeypatch):
