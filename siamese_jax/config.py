@@ -15,7 +15,8 @@ import ml_collections
 from ml_collections import config_dict
 
 from siamese_jax.errors import InputError
-from siamese_jax.models.language import LanguageConfig, check_model
+from siamese_jax.models.families import check_model
+from siamese_jax.models.language import LanguageConfig
 from siamese_jax.residual.scheme import known_schemes, resolve_options, scheme_options
 from siamese_jax.training.optimizer import check_optimizer
 from siamese_jax.training.schedule import check_schedule

@@ -11,11 +11,12 @@ import flax.traverse_util
 import numpy as np
 
 from siamese_jax.errors import InputError
-from siamese_jax.models.language import LanguageConfig
 from siamese_jax.models.stack import segment_rows
+from siamese_jax.models.transformer import TransformerConfig
 
 Array = np.ndarray
 Shape = tuple[int, ...]
+FIXED_TOLERANCE = 1e-5  # tables of sines, computed in several ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +31,29 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """whole: arrays that exist once. layers: those of every layer, by its index."""
+    """whole: arrays that exist once. layers: those of every layer, by its index.
+
+    fixed: tensors of theirs that are no parameters of ours but always the same numbers.
+    """
 
     whole: tuple[Rule, ...]
     layers: tuple[tuple[Rule, ...], ...]
+    fixed: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
     def tensors(self) -> dict[str, Shape]:
         """Name and shape of every tensor of the PyTorch checkpoint."""
         rules = [*self.whole, *(rule for layer in self.layers for rule in layer)]
-        return {name: shape for rule in rules for name, shape in rule.theirs.items()}
+        shapes = {name: shape for rule in rules for name, shape in rule.theirs.items()}
+        return shapes | {name: array.shape for name, array in self.fixed.items()}
 
-    def entries(self, config: LanguageConfig) -> dict[str, "Entry"]:
+    def check_fixed(self, read: Callable[[str], Array], where: str) -> None:
+        """InputError where a tensor that we compute is another one there."""
+        for name, ours in self.fixed.items():
+            most = float(np.max(np.abs(np.asarray(read(name), np.float64) - ours)))
+            if not most <= FIXED_TOLERANCE:
+                raise InputError(f"{where}: {name} differs from the frozen one by up to {most:.3g}: it was trained")
+
+    def entries(self, config: TransformerConfig) -> dict[str, "Entry"]:
         """Path of every array of the parameter tree -> how it is made; scanned or unrolled as configured."""
         entries = {rule.ours: Entry((rule,), stacked=False) for rule in self.whole}
         for top, first, count in segment_rows(config.segments()):
@@ -79,14 +92,15 @@ class Entry:
             yield from zip(rule.theirs, rule.split(part), strict=True)
 
 
-def join_all(layout: Layout, config: LanguageConfig, tensors: Mapping[str, Array]) -> dict:
+def join_all(layout: Layout, config: TransformerConfig, tensors: Mapping[str, Array]) -> dict:
     """The parameter tree of tensors in memory; InputError where they do not fit the layout."""
     check_tensors(layout.tensors(), {name: np.shape(tensor) for name, tensor in tensors.items()}, "the weights")
+    layout.check_fixed(tensors.__getitem__, "the weights")
     flat = {path: entry.join(tensors.__getitem__) for path, entry in layout.entries(config).items()}
     return flax.traverse_util.unflatten_dict(flat, sep="/")
 
 
-def split_all(layout: Layout, config: LanguageConfig, params: Mapping) -> dict[str, Array]:
+def split_all(layout: Layout, config: TransformerConfig, params: Mapping) -> dict[str, Array]:
     """The tensors of a parameter tree in memory."""
     flat = flax.traverse_util.flatten_dict(params, sep="/")
     entries = layout.entries(config)
@@ -123,7 +137,7 @@ def matrix(ours: str, name: str, shape: Shape) -> Rule:
     return Rule(ours, {name: shape}, join=lambda weight: weight.T, split=lambda kernel: (kernel.T,))
 
 
-def qkv(ours: str, names: tuple[str, ...], config: LanguageConfig, *, bias: bool = False) -> Rule:
+def qkv(ours: str, names: tuple[str, ...], config: TransformerConfig, *, bias: bool = False) -> Rule:
     """q | k | v, fused in one tensor or one tensor each, rows head-major <-> [D, J, G + 2, K] ([J, G + 2, K])."""
     kv_heads, key_dim, groups = config.kv_heads, config.key_dim, config.num_heads // config.kv_heads
     rest = () if bias else (config.width,)
@@ -147,7 +161,7 @@ def qkv(ours: str, names: tuple[str, ...], config: LanguageConfig, *, bias: bool
     return Rule(ours, {name: (size, *rest) for name, size in zip(names, sizes, strict=True)}, join, split)
 
 
-def gated(ours: str, names: tuple[str, ...], config: LanguageConfig, *, bias: bool = False) -> Rule:
+def gated(ours: str, names: tuple[str, ...], config: TransformerConfig, *, bias: bool = False) -> Rule:
     """value | gate, fused in one tensor or one tensor each <-> [D, 2, F] ([2, F])."""
     hidden = config.mlp_hidden
     rest = () if bias else (config.width,)

@@ -20,8 +20,10 @@ from tqdm import tqdm
 from siamese_jax.config import base_config
 from siamese_jax.errors import InputError
 from siamese_jax.interop import reference
-from siamese_jax.interop.golden import Row, difference, format_rows, language_outputs
+from siamese_jax.interop.golden import format_rows
+from siamese_jax.interop.golden_language import language_outputs
 from siamese_jax.interop.layout import join_all, split_all
+from siamese_jax.interop.recorded import Row, difference
 from siamese_jax.layers.rotary import rotary_tables
 from siamese_jax.models.initialize import TRUNCATION, initial_parameters
 from siamese_jax.models.language import INITIALIZERS, LanguageConfig, LanguageModel

@@ -29,13 +29,7 @@ from tqdm import tqdm
 
 from siamese_jax import program
 from siamese_jax.errors import InputError
-from siamese_jax.interop.golden import (
-    TOLERANCES,
-    compare_golden,
-    format_golden,
-    read_golden,
-    verdict_line,
-)
+from siamese_jax.interop.golden import compare_golden, format_golden, verdict_line
 from siamese_jax.interop.live import (
     MODELS,
     compare_initialisation,
@@ -45,6 +39,7 @@ from siamese_jax.interop.live import (
     plot_live,
     require_torch,
 )
+from siamese_jax.interop.recorded import TOLERANCES, read_golden
 from siamese_jax.run_folder import write_json
 
 flags.DEFINE_enum(

@@ -13,35 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from siamese_jax.models.language import LanguageConfig, LanguageModel
-from siamese_jax.models.stack import segment_name
+from siamese_jax.models.families import parameter_shapes
+from siamese_jax.models.stack import segment_rows
+from siamese_jax.models.transformer import TransformerConfig
+from siamese_jax.names import ends_with
 
 TRUNCATION = 3.0  # in standard deviations, as OLMo
-# Standard deviation of a normal truncated at 3 sigma; OLMo truncates without correcting for it, as we do.
-
-
-def _stds(config: LanguageConfig) -> dict[str, float]:
-    """Path ending -> standard deviation, as OLMo v1 names its initialisers.
-
-    mitchell also divides `DEPTH_SCALED` by sqrt(i + 1).
-    """
-    width = config.width**-0.5
-    if config.init == "mitchell":
-        return {
-            "embedding/table": width, "head/kernel": width, "attention/qkv/kernel": width,
-            "attention/out/kernel": width / math.sqrt(2), "mlp/up/kernel": width,
-            "mlp/down/kernel": (2 * config.mlp_hidden) ** -0.5,
-        }  # fmt: skip
-    std = config.init_std
-    out = std / math.sqrt(2 * config.num_layers) if config.init == "full_megatron" else std
-    head = width if config.init == "full_megatron" else std
-    return {
-        "embedding/table": std, "head/kernel": head, "attention/qkv/kernel": std,
-        "attention/out/kernel": out, "mlp/up/kernel": std, "mlp/down/kernel": out,
-    }  # fmt: skip
-
-
-DEPTH_SCALED = ("attention/out/kernel", "mlp/down/kernel")
+# A model's table has the deviation before truncation; OLMo truncates without correcting for it, as we do.
 CONSTANTS = {"scale": 1.0, "gain": 1.0, "bias": 0.0}
 
 
@@ -63,9 +41,10 @@ def _draw(key: jax.Array, name: str, shape: tuple[int, ...], layer: int | jax.Ar
 
 def _draw_layers(config, key, name: str, shape, layers: range, gain: float) -> jax.Array:
     """[len(layers), *shape]: the kernel of each of these layers; equal to drawing them one by one."""
-    ending, std = next((ending, std) for ending, std in _stds(config).items() if name.endswith(ending))
+    stds_by_ending = config.initial_stds()
+    ending, std = next((ending, std) for ending, std in stds_by_ending.items() if ends_with(name, ending))
     stds = np.full(len(layers), std)
-    if config.init == "mitchell" and ending in DEPTH_SCALED:
+    if ending in config.depth_scaled:
         stds = stds / np.sqrt(np.asarray(layers) + 1)
     drawn = jax.vmap(lambda layer: _draw(key, name, shape, layer))(jnp.asarray(layers))
     # One constant: two would be multiplied together, or not, as the compiler sees fit in either layout.
@@ -73,18 +52,15 @@ def _draw_layers(config, key, name: str, shape, layers: range, gain: float) -> j
     return drawn * stds.astype(np.float32)
 
 
-def _rows(config: LanguageConfig) -> dict[str, tuple[range, float]]:
+def _rows(config: TransformerConfig) -> dict[str, tuple[range, float]]:
     """Top-level name of every group of layers -> (its layers, DeepNorm's beta)."""
-    rows, first = {}, 0
-    segments = config.segments()
-    for make_residual, count in segments:
+    rows, segments = {}, config.segments()
+    for (make_residual, _), (name, first, count) in zip(segments, segment_rows(segments), strict=True):
         gain = make_residual.scheme.branch_gain(config.num_layers)
-        layers = range(first, first + count)
         if config.scan:
-            rows[segment_name(segments, first)] = (layers, gain)
+            rows[name] = (range(first, first + count), gain)
         else:
-            rows |= {f"layer_{i}": (range(i, i + 1), gain) for i in layers}
-        first += count
+            rows |= {f"layer_{i}": (range(i, i + 1), gain) for i in range(first, first + count)}
     return rows
 
 
@@ -92,24 +68,18 @@ def _initial_leaf(config, key, rows, path: str, shape) -> jax.Array:
     ending = path.rsplit("/", 1)[-1]
     if ending in CONSTANTS:
         return jnp.full(shape, CONSTANTS[ending], jnp.float32)
-    if not any(path.endswith(name) for name in _stds(config)):
+    stds = config.initial_stds()
+    if not any(ends_with(path, name) for name in stds):
         raise ValueError(f"no initialisation rule for parameter {path!r} of shape {shape}")
     top, _, name = path.partition("/")
     if top not in rows:
-        return _stds(config)[path] * _draw(key, path, shape, 0)
+        return stds[path] * _draw(key, path, shape, 0)
     layers, gain = rows[top]
     inner = shape[1:] if config.scan else shape
     return _draw_layers(config, key, name, inner, layers, gain).reshape(shape)
 
 
-def parameter_shapes(config: LanguageConfig) -> dict:
-    """The parameter tree as ShapeDtypeStructs, without computing anything."""
-    model = LanguageModel(config)
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-
-
-def initial_parameters(config: LanguageConfig, key: jax.Array) -> dict:
+def initial_parameters(config: TransformerConfig, key: jax.Array) -> dict:
     """The parameter tree, float32: a pure function of (config, key), to be jitted with output shardings."""
     rows = _rows(config)
     flat = flax.traverse_util.flatten_dict(parameter_shapes(config), sep="/")

@@ -4,7 +4,7 @@ Legend: N layers, B batch, L length, D width.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from siamese_jax.errors import InputError
 from siamese_jax.layers.activations import constrain
+from siamese_jax.layers.drop_path import DropPath
+from siamese_jax.layers.modulation import modulated
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.residual.scheme import Residual, Segments
 
@@ -59,22 +61,55 @@ def remat_policy(name: str, offload_streams: bool) -> Callable | None:
     return keep
 
 
+class Context(NamedTuple):
+    """What the layers take beside the streams, the same for all of them.
+
+    attention: what attention takes beside its input; condition [B, D]: of the modulation, where there is one;
+    keys: a raw random key for every row, uint32 [B, 2], for drop path, None = nothing is dropped.
+    """
+
+    attention: tuple = ()
+    condition_BD: jax.Array | None = None
+    keys_B2: jax.Array | None = None
+
+
+class Branches(NamedTuple):
+    """What makes the two branches of a layer, and what is wrapped around both of them."""
+
+    attention: Callable[[], nn.Module]
+    mlp: Callable[[], nn.Module]
+    modulation: Callable[[], nn.Module] | None = None
+    drop_path: DropPath | None = None
+
+
 class Layer(nn.Module):
     """One scheme applied to two branches."""
 
     make_residual: Callable[[], Residual]
-    make_attention: Callable[[], nn.Module]
-    make_mlp: Callable[[], nn.Module]
+    make: Branches
     watch: Watch | None = None
 
     def setup(self):
         self.residual = self.make_residual()
-        self.attention = self.make_attention()
-        self.mlp = self.make_mlp()
+        self.attention = self.make.attention()
+        self.mlp = self.make.mlp()
+        if self.make.modulation:
+            self.modulation = self.make.modulation()
+
+    def _branches(self, depth, context: Context):
+        attend, feed = lambda h: self.attention(h, *context.attention), self.mlp
+        if self.make.modulation:
+            (attend_by, feed_by), epsilon = self.modulation(context.condition_BD), self.modulation.epsilon
+            attend, feed = modulated(attend, attend_by, epsilon), modulated(feed, feed_by, epsilon)
+        drop = self.make.drop_path
+        if drop is None or context.keys_B2 is None:
+            return attend, feed
+        # A branch is evaluated once, so both streams of a pair lose the same updates.
+        return drop.wrap(attend, context.keys_B2, depth, 0), drop.wrap(feed, context.keys_B2, depth, 1)
 
     def __call__(self, streams, depth, context):
         streams = jax.tree.map(lambda stream: checkpoint_name(stream, "stream"), streams)
-        streams = self.residual.layer(streams, lambda h: self.attention(h, *context), self.mlp, depth)
+        streams = self.residual.layer(streams, *self._branches(depth, context), depth)
         streams = jax.tree.map(lambda stream: constrain(stream, "batch"), streams)
         watched = self.watch(self.residual.named_streams(streams)) if self.watch else None
         return streams, watched
@@ -84,14 +119,13 @@ class Stack(nn.Module):
     """All layers of a model. Parameters stand under `layers` (scan) or `layer_0`, `layer_1`, ... (loop).
 
     A stack of several segments scans each one: `layers_from_0`, `layers_from_K`, ...; streams are handed
-    over at the seam. `context` is what branches take beside their input. `watch` maps
+    over at the seam. `watch` maps
     {stream name: [B, L, D]} to arrays, returned stacked over the layers (a list of these, one a segment,
     where there are several).
     """
 
     segments: Segments
-    make_attention: Callable[[], nn.Module]
-    make_mlp: Callable[[], nn.Module]
+    make: Branches
     scan: bool = True
     remat: str = "none"
     offload_streams: bool = False
@@ -104,10 +138,10 @@ class Stack(nn.Module):
         return nn.remat(Layer, policy=policy, prevent_cse=not self.scan)
 
     @nn.compact
-    def __call__(self, streams, *context, watch: Watch | None = None):
+    def __call__(self, streams, context: Context, watch: Watch | None = None):
         watched, first = [], 0
         for make_residual, count in self.segments:
-            parts = (make_residual, self.make_attention, self.make_mlp, watch)
+            parts = (make_residual, self.make, watch)
             layer_class = self._layer_class()
             if self.scan:
                 scanned = nn.scan(

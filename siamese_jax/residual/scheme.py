@@ -32,14 +32,22 @@ class Residual(nn.Module):
 
     num_layers: int = 1
     norm: Callable[..., nn.Module] = RMSNorm
+    # Whether branches and head normalise what they read (DiT's modulated norms): the scheme leaves these norms out.
+    norms_in_branches: bool = False
 
     stream_names: typing.ClassVar[tuple[str, ...]] = ("stream",)
+    # '' where that works with this scheme, or why it does not.
+    why_no_norms_in_branches: typing.ClassVar[str] = ""
     # Options that `open` and `close` read: a single layer cannot have its own.
     model_options: typing.ClassVar[tuple[str, ...]] = ()
 
     def optional_norm(self, wanted: bool) -> Callable[[Array], Array]:
         """A norm module, or no norm."""
         return self.norm() if wanted else identity
+
+    def reading_norm(self, wanted: bool = True) -> Callable[[Array], Array]:
+        """The norm directly in front of a branch or the head, unless these have their own."""
+        return self.optional_norm(wanted and not self.norms_in_branches)
 
     def open(self, h_BLD: Array) -> typing.Any:
         """Embedding -> streams."""
@@ -188,6 +196,7 @@ def make_segments(
     norm: Callable[..., nn.Module] = RMSNorm,
     options: Mapping | None = None,
     overrides: str = "",
+    norms_in_branches: bool = False,
 ) -> Segments:
     """((scheme factory, number of layers), ...) of a whole stack.
 
@@ -197,13 +206,26 @@ def make_segments(
     found = _find(name)
     resolved = resolve_options(name, options or {})
     own = parse_overrides(name, num_layers, overrides)
-    if not isinstance(found, type):
-        return tuple((factory, count) for factory, count in found(num_layers, norm, **resolved) if count)
-    layers = [
-        SchemeFactory(found, num_layers, norm, tuple(sorted((resolved | own.get(i, {})).items())))
-        for i in range(num_layers)
-    ]
-    return tuple((factory, len(list(equal))) for factory, equal in itertools.groupby(layers))
+    if isinstance(found, type):
+        layers = [
+            SchemeFactory(found, num_layers, norm, tuple(sorted((resolved | own.get(i, {})).items())))
+            for i in range(num_layers)
+        ]
+        segments = [(factory, len(list(equal))) for factory, equal in itertools.groupby(layers)]
+    else:
+        segments = [(factory, count) for factory, count in found(num_layers, norm, **resolved) if count]
+    if norms_in_branches:
+        segments = [(_with_norms_in_branches(name, factory), count) for factory, count in segments]
+    return tuple(segments)
+
+
+def _with_norms_in_branches(name: str, factory: "SchemeFactory") -> "SchemeFactory":
+    if factory.scheme.why_no_norms_in_branches:
+        raise InputError(
+            f"model.residual {name!r} does not fit branches with modulated norms of their own: "
+            f"{factory.scheme.why_no_norms_in_branches}: choose another scheme, such as siamese or pre"
+        )
+    return dataclasses.replace(factory, norms_in_branches=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +236,10 @@ class SchemeFactory:
     num_layers: int
     norm: Callable[..., nn.Module]
     options: tuple[tuple[str, typing.Any], ...] = ()
+    norms_in_branches: bool = False
 
     def __call__(self) -> Residual:
-        return self.scheme(num_layers=self.num_layers, norm=self.norm, **dict(self.options))
+        return self.scheme(
+            num_layers=self.num_layers, norm=self.norm, norms_in_branches=self.norms_in_branches,
+            **dict(self.options),
+        )  # fmt: skip

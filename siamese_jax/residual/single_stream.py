@@ -13,7 +13,7 @@ class Pre(Residual):
     """x = x + F(LN x); a final norm."""
 
     def setup(self):
-        self.attention_norm, self.mlp_norm, self.final = self.norm(), self.norm(), self.norm()
+        self.attention_norm, self.mlp_norm, self.final = (self.reading_norm() for _ in range(3))
 
     def layer(self, streams, attend, feed, depth):
         x = functional.pre(streams, attend, self.attention_norm)
@@ -72,7 +72,7 @@ class Hybrid(Residual):
     def setup(self):
         self.attention_norm = self.optional_norm(self.attn_norm)
         self.mlp_norm = self.optional_norm(self.ffn_norm)
-        self.final = self.norm()
+        self.final = self.reading_norm()
 
     def layer(self, streams, attend, feed, depth):
         step = functional.normalised_residual
@@ -93,6 +93,7 @@ class Peri(Residual):
     embedding_norm: bool = True
 
     model_options = ("embedding_norm",)
+    why_no_norms_in_branches = "its norm of what a branch gives would undo the branch's gate"
 
     def setup(self):
         self.embedding = self.optional_norm(self.embedding_norm)
@@ -113,6 +114,8 @@ class Peri(Residual):
 @register("reordered")
 class Reordered(Residual):
     """OLMo 2 (arXiv 2501.00656): x = x + LN(F(x)); a final norm."""
+
+    why_no_norms_in_branches = "its norm of what a branch gives would undo the branch's gate"
 
     def setup(self):
         self.attention_norm, self.mlp_norm, self.final = self.norm(), self.norm(), self.norm()
@@ -146,6 +149,8 @@ class Scaled(Residual):
 
     Meant for an initialisation that does not itself shrink with depth (model.init = 'normal').
     """
+
+    why_no_norms_in_branches = "a norm behind its scaling would undo that"
 
     def setup(self):
         self.attention_norm, self.mlp_norm, self.final = self.norm(), self.norm(), self.norm()

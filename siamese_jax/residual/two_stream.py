@@ -67,11 +67,11 @@ class Siamese(TwoStream):
 
     def setup(self):
         self.attention_post, self.attention_pre, self.mlp_post, self.mlp_pre = (self.norm() for _ in range(4))
-        self.attention_input = self.optional_norm(self.input_norm)
-        self.mlp_input = self.optional_norm(self.input_norm)
+        self.attention_input = self.reading_norm(self.input_norm)
+        self.mlp_input = self.reading_norm(self.input_norm)
         self.final_post = self.optional_norm(self.post_norm == "read")
         self.final_pre = self.norm()
-        self.final = self.optional_norm(self.final_norm)
+        self.final = self.reading_norm(self.final_norm)
 
     def layer(self, streams, attend, feed, depth):
         step = functional.siamese if self.post_norm == "read" else functional.siamese_eager
@@ -134,9 +134,9 @@ class SiameseHybrid(TwoStream):
         self.attention_post = self.norm() if self.attn_norm else Mix()
         self.attention_pre, self.mlp_pre = self.norm(), self.norm()
         self.mlp_post = self.optional_norm(self.ffn_norm)
-        self.mlp_input = self.optional_norm(self.input_norm)
+        self.mlp_input = self.reading_norm(self.input_norm)
         self.final_post, self.final_pre = self.norm(), self.norm()
-        self.final = self.optional_norm(self.final_norm)
+        self.final = self.reading_norm(self.final_norm)
 
     def layer(self, streams, attend, feed, depth):
         streams = functional.siamese(

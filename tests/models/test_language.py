@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from siamese_jax.errors import InputError
+from siamese_jax.models.families import check_model
 from siamese_jax.models.initialize import parameter_shapes
-from siamese_jax.models.language import LanguageConfig, LanguageModel, check_model
+from siamese_jax.models.language import LanguageConfig, LanguageModel
 from siamese_jax.models.loss import weighted_sums
 from siamese_jax.models.stack import REMAT_POLICIES, stack_layers, unstack_layers
 from siamese_jax.residual import known_schemes
