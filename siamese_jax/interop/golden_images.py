@@ -5,6 +5,7 @@ Theirs are images [B, C, H, W], ours [B, H, W, C]. Legend: B batch, K classes, F
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from siamese_jax.interop.recorded import (
     stream_states,
 )
 from siamese_jax.interop.reference import shapes_of
-from siamese_jax.layers.condition import FREQUENCIES, time_features, time_frequencies
+from siamese_jax.layers.condition import FREQUENCIES, LONGEST, time_features, time_frequencies
 from siamese_jax.models.diffusion import DiffusionConfig, DiffusionModel, guide
 from siamese_jax.models.families import check_model
 from siamese_jax.models.transformer import TransformerConfig
@@ -138,11 +139,21 @@ def _compute_vision(config: VisionConfig, heads, params, images_BHWC, labels_2B)
 # ------------------------------------------------------------------------------ DiT
 
 
-def reference_features(t_B: np.ndarray, dtype: str) -> jax.Array:
-    """The features of time steps [B, F] as the reference has them: of float32, with PyTorch's two roundings."""
-    frequencies = time_frequencies(FREQUENCIES)
-    frequencies[list(ROUNDED_UP)] = np.nextafter(frequencies[list(ROUNDED_UP)], np.float32(1))
-    return time_features(jnp.asarray(t_B), frequencies).astype(dtype)
+def reference_features(t_B: np.ndarray) -> tuple[np.ndarray, bool]:
+    """(features of time steps as the reference has them, float32 [B, F], whether to the last bit).
+
+    PyTorch computes them where it is installed: its float32 cosines are not the nearest numbers, nor ours.
+    """
+    try:
+        import torch
+    except ImportError:
+        frequencies = time_frequencies(FREQUENCIES)
+        frequencies[list(ROUNDED_UP)] = np.nextafter(frequencies[list(ROUNDED_UP)], np.float32(1))
+        return np.asarray(time_features(jnp.asarray(t_B), frequencies)), False
+    half = FREQUENCIES // 2
+    frequencies = torch.exp(-math.log(LONGEST) * torch.arange(half, dtype=torch.float32) / half)
+    angles = torch.from_numpy(t_B)[:, None].float() * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1).numpy(), True
 
 
 def compare_diffusion(golden: Golden, settings: Settings) -> tuple[str, list[Row]]:
@@ -160,25 +171,41 @@ def compare_diffusion(golden: Golden, settings: Settings) -> tuple[str, list[Row
         check_whole(golden, y, inputs[y], len(inputs[x]), labels)
     target = inputs.get("target", np.zeros((len(inputs["x"]), config.out_channels, size, size), np.float32))
     check_numbers(golden, "target", target, (len(inputs["x"]), config.out_channels, size, size))
-    features = {name: reference_features(inputs[name], settings.dtype) for name in ("t", "cfg_t")[: 1 + has_led]}
     rows, recorded = [], golden.group("out").get("t_freq")
+    features, to_the_bit = reference_features(inputs["t"])
     if recorded is not None:
         limit = float(np.max(inputs["t"]) + 2) * 2.0**-23  # of the largest angle and its frequency, in float32
         rows.append(difference("t_freq", time_features(jnp.asarray(inputs["t"])), recorded, "abs", limit))
-        features["t"] = jnp.asarray(recorded, settings.dtype)
-    batch = [jnp.asarray(inputs["x"]), features["t"], jnp.asarray(inputs["y"], jnp.int32), jnp.asarray(target)]
+        features, to_the_bit = recorded, True
+    batch = [
+        jnp.asarray(inputs["x"]),
+        jnp.asarray(features, settings.dtype),
+        jnp.asarray(inputs["y"], jnp.int32),
+        target,
+    ]
     batch[0], batch[3] = (channels_last(x).astype(settings.dtype) for x in (batch[0], batch[3]))
     outputs, first, rest, gradients = _compute_diffusion(config, params, *batch)
+    loose = set() if to_the_bit else {*outputs, *stream_states(first, rest)}
     if has_led:
+        led_features, led_to_the_bit = reference_features(inputs["cfg_t"])
+        loose |= set() if led_to_the_bit else {"cfg_output"}
         half = channels_last(inputs["cfg_x"]).astype(settings.dtype)[: len(inputs["cfg_x"]) // 2]
         x = jnp.concatenate([half, half])  # the reference does not read the second half
-        both = _predict(config, params, x, features["cfg_t"], jnp.asarray(inputs["cfg_y"], jnp.int32))
+        both = _predict(
+            config, params, x, jnp.asarray(led_features, settings.dtype), jnp.asarray(inputs["cfg_y"], jnp.int32)
+        )
         outputs["cfg_output"] = channels_first(guide(both, float(inputs["cfg_scale"]), config.channels))
-    outputs["t_freq"] = features["t"]
+    outputs["t_freq"] = features
     found_rows = output_rows(golden, outputs, stream_states(first, rest), settings.atol)
     rows += [row for row in found_rows if row.name != "t_freq"]
     rows += _gradient_rows(golden, layout, config, gradients, settings.rtol)
+    rows = [_loosened(row) if row.name.removeprefix("state/") in loose else row for row in rows]
     return f"diffusion model, {config.residual}", rows
+
+
+def _loosened(row: Row) -> Row:
+    """A row that rests on cosines which differ from PyTorch's in their last bit."""
+    return dataclasses.replace(row, limit=max(row.limit, 1e-6), note="without PyTorch's own cosines")
 
 
 @functools.partial(jax.jit, static_argnums=0)
