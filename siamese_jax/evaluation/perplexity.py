@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from siamese_jax.data.loader import evaluation_batches, num_evaluation_windows
 from siamese_jax.data.store import TokenStore
-from siamese_jax.models.initialize import parameter_shapes
+from siamese_jax.models.families import parameter_shapes
 from siamese_jax.models.language import LanguageModel, document_options
 from siamese_jax.parallel.mesh import batch_parts, batch_sharding, replicated
 from siamese_jax.parallel.rules import parameter_shardings
@@ -128,18 +128,22 @@ class Evaluator:
         self.score = score or make_scorer(model, mesh)
         self._first_documents = np.array([first for first, _ in store.sources.values()], np.int64)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self, num_windows: int) -> Iterator[Batch]:
         """The batches of a pass; windows beyond `num_windows` weigh nothing."""
         batches = evaluation_batches(self.store, self.length, self.batch_size, self.cross_documents)
-        for batch in itertools.islice(batches, -(-self.num_windows // self.batch_size)):
-            batch["weights"] = batch["weights"] * (batch["window"] < self.num_windows)[:, None]
+        for batch in itertools.islice(batches, -(-num_windows // self.batch_size)):
+            batch["weights"] = batch["weights"] * (batch["window"] < num_windows)[:, None]
             yield batch
 
-    def __call__(self, params, progress: Callable[[int], None] | None = None) -> dict:
-        """{'total': figures, 'sources': {name: figures}}; progress(windows done) is called batch by batch."""
+    def __call__(self, params, progress: Callable[[int], None] | None = None, num_windows: int = 0) -> dict:
+        """{'total': figures, 'sources': {name: figures}}; progress(windows done) is called batch by batch.
+
+        num_windows: only the first so many; 0 = as the evaluator was made.
+        """
+        num_windows = num_windows or self.num_windows
         names = list(self.store.sources)
         by_source, whole = Sums.zeros(len(names)), Sums.zeros(1)
-        for number, (batch, nats_BL) in enumerate(self._scored(params), start=1):
+        for number, (batch, nats_BL) in enumerate(self._scored(params, num_windows), start=1):
             pieces = _pieces(nats_BL, batch)
             text_bytes_P = _text_bytes(self.store, pieces)
             # The documents of a source stand in one block, and the blocks in the order of the sources.
@@ -147,14 +151,14 @@ class Evaluator:
             by_source.add(source_P, pieces, text_bytes_P)
             whole.add(np.zeros_like(source_P), pieces, text_bytes_P)
             if progress:
-                progress(min(number * self.batch_size, self.num_windows))
+                progress(min(number * self.batch_size, num_windows))
         seen = np.flatnonzero(by_source.tokens).tolist()
         return {"total": whole.report(0), "sources": {names[i]: by_source.report(i) for i in seen}}
 
-    def _scored(self, params) -> Iterator[tuple[Batch, np.ndarray]]:
+    def _scored(self, params, num_windows: int) -> Iterator[tuple[Batch, np.ndarray]]:
         """(batch, nats [B, L]), fetched when the device works on the next batch already."""
         pending = None
-        for batch in self.batches():
+        for batch in self.batches(num_windows):
             scored = batch, self.score(params, self._put(batch))
             if pending:
                 yield pending[0], np.asarray(pending[1])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from siamese_jax.checkpoint import Checkpoints, available_steps, first_process_first
-from siamese_jax.config import language_config
+from siamese_jax.config import model_config
 from siamese_jax.data.loader import check_vocabulary
 from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
@@ -23,7 +23,7 @@ from siamese_jax.errors import InputError
 from siamese_jax.evaluation.perplexity import Evaluator
 from siamese_jax.layers.attention import NEEDS
 from siamese_jax.layers.platform import target_platform
-from siamese_jax.models.initialize import parameter_shapes
+from siamese_jax.models.families import parameter_shapes
 from siamese_jax.models.language import LanguageModel
 from siamese_jax.parallel.mesh import make_mesh
 from siamese_jax.parallel.rules import parameter_shardings, widest_fsdp, with_shardings
@@ -59,7 +59,7 @@ class Weights:
 def open_run(workdir: str, step: int | None = None) -> OpenRun:
     """Reads a run folder; InputError where it is none, or has no checkpoint (of that step)."""
     config = read_config(workdir)
-    model_config = language_config(config)
+    own = model_config(config)
     if NEEDS.get(model_config.attention, target_platform()) != target_platform():
         model_config = dataclasses.replace(model_config, attention="auto")  # a kernel of the training's machine
     folder = Path(workdir) / CHECKPOINTS

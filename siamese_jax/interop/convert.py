@@ -46,8 +46,7 @@ from siamese_jax.interop import huggingface, reference
 from siamese_jax.interop.keys import read_json, read_yaml
 from siamese_jax.interop.layout import Layout, check_tensors
 from siamese_jax.interop.weights import PICKLES, SAFETENSORS, SafetensorsWriter, open_weights_file
-from siamese_jax.models.families import check_model
-from siamese_jax.models.initialize import parameter_shapes
+from siamese_jax.models.families import check_model, parameter_shapes
 from siamese_jax.models.language import LanguageConfig
 from siamese_jax.run_folder import CHECKPOINTS, CONFIG, read_config, write_json
 

@@ -156,11 +156,11 @@ def vision_layout(config: VisionConfig) -> Layout:
         _token("tokens/class", "cls_token", width),
         Rule("positions/table", {"pos_embed": (1, length, width)}, lambda t: t[0], lambda a: (a[None],)),
         *_patches("patch_embed.proj", config),
-        *_linear("head", "head", width, config.num_classes),
+        *_linear("classifier", "head", width, config.num_classes),
     ]
     if config.distilled:
         whole.append(_token("tokens/distillation", "dist_token", width))
-        whole += _linear("distillation_head", "head_dist", width, config.num_classes)
+        whole += _linear("distillation_classifier", "head_dist", width, config.num_classes)
     last = DEIT_LAST if config.residual == "siamese" else {"final": "norm"}
     for ours, theirs in last.items():
         whole += norm(f"residual/{ours}", theirs, width, config.norm)
@@ -179,8 +179,8 @@ def diffusion_layout(config: DiffusionConfig) -> Layout:
         *_linear("time/up", "t_embedder.mlp.0", 256, width),
         *_linear("time/down", "t_embedder.mlp.2", width, width),
         Rule("labels/table", {"y_embedder.embedding_table.weight": (rows, width)}),
-        *_linear("head", "final_layer.linear", width, outputs),
-        *_modulation("head_modulation", "final_layer.adaLN_modulation.1", width, 2),
+        *_linear("output", "final_layer.linear", width, outputs),
+        *_modulation("output_modulation", "final_layer.adaLN_modulation.1", width, 2),
     ]
     for ours, theirs in DIT_LAST.items() if config.residual == "siamese" else ():
         whole += norm(f"residual/{ours}", theirs, width, config.norm)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from siamese_jax.errors import InputError
+from siamese_jax.layers.activations import constrain
 from siamese_jax.layers.condition import LabelEmbedding, TimeEmbedding, time_features
 from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.modulation import Modulation
@@ -45,6 +46,7 @@ class DiffusionConfig(TransformerConfig):
     learn_sigma: bool = True
 
     depth_scaled = ()
+    per_patch = ("patches", "output")  # matrices that multiply every patch
 
     @property
     def num_patches(self) -> int:
@@ -82,7 +84,7 @@ class DiffusionConfig(TransformerConfig):
             "labels/table": 0.02, "attention/qkv/kernel": xavier(width, heads + 2 * self.kv_heads * self.key_dim),
             "attention/out/kernel": xavier(heads, width), "mlp/up/kernel": xavier(width, hidden),
             "mlp/down/kernel": xavier(hidden, width), "modulation/linear/kernel": 0.0,
-            "head_modulation/linear/kernel": 0.0, "head/kernel": 0.0,
+            "output_modulation/linear/kernel": 0.0, "output/kernel": 0.0,
         }  # fmt: skip
 
 
@@ -110,9 +112,9 @@ class DiffusionModel(TransformerModel):
         self.labels = LabelEmbedding(config.num_classes + (config.label_dropout > 0), config.width, config.dtype)
         modulation = self._modulation
         self.make_stack(config.stack(causal=False, modulation=modulation))
-        self.head_modulation = modulation(for_head=True)
+        self.output_modulation = modulation(for_head=True)
         wide = jnp.promote_types(jnp.float32, config.dtype).name
-        self.head = Dense(config.patch_size**2 * config.out_channels, True, wide)
+        self.output = Dense(config.patch_size**2 * config.out_channels, True, wide)
 
     @property
     def _modulation(self) -> Callable[..., Modulation]:
@@ -125,7 +127,7 @@ class DiffusionModel(TransformerModel):
         rows = config.image_size // config.patch_size
         # Through float32 whatever the type: the reference keeps its table so.
         table = sine_cosine_table(rows, config.width).astype("float32")
-        return h_BLD + table.astype(h_BLD.dtype)
+        return constrain(h_BLD + table.astype(h_BLD.dtype), "batch")
 
     def hidden(self, x_BHWC, t_B, labels_B, *, features_BF=None, watch=None):
         """(what the streams close to [B, L, D], condition [B, D], what `watch` saw of the streams).
@@ -139,8 +141,8 @@ class DiffusionModel(TransformerModel):
 
     def __call__(self, x_BHWC, t_B, labels_B, *, features_BF=None):
         closed_BLD, condition_BD, _ = self.hidden(x_BHWC, t_B, labels_B, features_BF=features_BF)
-        read = self.head_modulation(condition_BD).read(closed_BLD, self.config.norm_epsilon)
-        return from_patches(self.head(read), self.config.patch_size)
+        read = self.output_modulation(condition_BD).read(closed_BLD, self.config.norm_epsilon)
+        return from_patches(self.output(read), self.config.patch_size)
 
 
 @dataclasses.dataclass(frozen=True)

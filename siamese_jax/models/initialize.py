@@ -87,6 +87,12 @@ def initial_parameters(config: TransformerConfig, key: jax.Array) -> dict:
     return flax.traverse_util.unflatten_dict(drawn, sep="/")
 
 
+def count_kernels(shapes: Mapping) -> int:
+    """Parameters of all matrices; a table that is looked up is none."""
+    flat = jax.tree_util.tree_leaves_with_path(shapes)
+    return sum(math.prod(leaf.shape) for path, leaf in flat if path[-1].key == "kernel")
+
+
 def count_parameters(params: Mapping) -> int:
     """Number of parameters of a tree of arrays or shapes."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

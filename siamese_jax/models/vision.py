@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from siamese_jax.errors import InputError
+from siamese_jax.layers.activations import constrain
 from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.patches import to_patches
 from siamese_jax.models.stack import Context
@@ -43,6 +44,7 @@ class VisionConfig(TransformerConfig):
     init_std: float = 0.02
 
     depth_scaled = ()
+    per_patch = ("patches",)  # matrices that multiply every patch
 
     @property
     def num_patches(self) -> int:
@@ -66,7 +68,8 @@ class VisionConfig(TransformerConfig):
         """
         names = (
             "tokens/class", "tokens/distillation", "positions/table", "attention/qkv/kernel",
-            "attention/out/kernel", "mlp/up/kernel", "mlp/down/kernel", "head/kernel", "distillation_head/kernel",
+            "attention/out/kernel", "mlp/up/kernel", "mlp/down/kernel", "classifier/kernel",
+            "distillation_classifier/kernel",
         )  # fmt: skip
         return {"patches/kernel": (3 * self.patch_features) ** -0.5} | dict.fromkeys(names, self.init_std)
 
@@ -136,11 +139,11 @@ class VisionModel(TransformerModel):
         self.patches = Dense(config.width, True, config.dtype)
         self.tokens = ExtraTokens(config.width, config.distilled)
         self.positions = Positions(config.num_tokens, config.width)
-        # The last product is taken in the type of the streams' head, its sums are not rounded to bfloat16.
+        # The logits are not rounded to bfloat16.
         wide = jnp.promote_types(jnp.float32, config.dtype).name
-        self.head = Dense(config.num_classes, True, wide)
+        self.classifier = Dense(config.num_classes, True, wide)
         if config.distilled:
-            self.distillation_head = Dense(config.num_classes, True, wide)
+            self.distillation_classifier = Dense(config.num_classes, True, wide)
         self.make_stack(config.stack(causal=False, drop_path=config.drop_path))
 
     def embed(self, images_BHWC) -> Array:
@@ -150,7 +153,7 @@ class VisionModel(TransformerModel):
         extra = self.tokens().astype(config.stream_type)
         extra = jnp.broadcast_to(extra, (len(images_BHWC), *extra.shape))
         h_BLD = jnp.concatenate([extra, patches_BLD], axis=1)
-        return h_BLD + self.positions().astype(h_BLD.dtype)
+        return constrain(h_BLD + self.positions().astype(h_BLD.dtype), "batch")
 
     def hidden(self, images_BHWC, *, keys_B2=None, watch=None):
         """(normed output [B, L, D] in the compute type, what `watch` saw of the streams leaving each layer).
@@ -162,8 +165,8 @@ class VisionModel(TransformerModel):
     def scores(self, images_BHWC, *, keys_B2=None) -> Scores:
         """The logits of every head."""
         hidden_BLD, _ = self.hidden(images_BHWC, keys_B2=keys_B2)
-        by_class = self.head(hidden_BLD[:, 0])
-        return Scores(by_class, self.distillation_head(hidden_BLD[:, 1]) if self.config.distilled else None)
+        by_class = self.classifier(hidden_BLD[:, 0])
+        return Scores(by_class, self.distillation_classifier(hidden_BLD[:, 1]) if self.config.distilled else None)
 
     def features(self, images_BHWC) -> Array:
         """What the head reads of the class token, float32 [B, D]."""

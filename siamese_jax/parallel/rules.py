@@ -1,7 +1,7 @@
 """One table from parameter names to partitions of the mesh, for the parameters and for all that mirrors them.
 
 Every parameter is matched by exactly one row. Shapes as in the optimiser's table of groups: N stacked layers,
-D width, H query heads, KV key heads, G = H / KV, K head dim, F hidden, V vocabulary.
+D width, P side of a patch, C channels, H query heads, KV key heads, G = H / KV, K head dim, F hidden, V vocabulary.
 """
 
 import math
@@ -28,6 +28,25 @@ PARTITIONS = (
     ("mlp/up/bias", (..., "tensor")),
     ("mlp/down/kernel", ("tensor", "fsdp")),  # [(N,) F, D]
     ("mlp/down/bias", (...,)),
+    ("patches/kernel", (None, "fsdp")),  # [P * P * C, D]
+    ("patches/bias", (...,)),
+    ("tokens/*", (...,)),  # [D]
+    ("positions/table", (None, "fsdp")),  # [L, D]
+    ("classifier/kernel", ("fsdp", None)),  # [D, classes]: small, and any number
+    ("classifier/bias", (...,)),
+    ("distillation_classifier/kernel", ("fsdp", None)),
+    ("distillation_classifier/bias", (...,)),
+    ("time/up/kernel", (None, "fsdp")),  # [features, D]
+    ("time/up/bias", (...,)),
+    ("time/down/kernel", ("fsdp", None)),  # [D, D]
+    ("time/down/bias", (...,)),
+    ("labels/table", (None, "fsdp")),  # [classes + 1, D]
+    ("modulation/linear/kernel", ("fsdp", ...)),  # [(N,) D, 6, D]
+    ("modulation/linear/bias", (...,)),
+    ("output_modulation/linear/kernel", ("fsdp", ...)),  # [D, 2, D]
+    ("output_modulation/linear/bias", (...,)),
+    ("output/kernel", ("fsdp", None)),  # [D, P * P * C or twice that]
+    ("output/bias", (...,)),
     ("residual/*/scale", (...,)),
     ("residual/*/bias", (...,)),
     ("residual/*/gain", (...,)),

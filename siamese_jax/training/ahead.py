@@ -18,7 +18,7 @@ from siamese_jax.parallel.mesh import BATCH_AXES, make_mesh
 from siamese_jax.parallel.program_text import collectives, memory_traffic
 from siamese_jax.parallel.topology import Topology
 from siamese_jax.training.hardware import known_peak_flops
-from siamese_jax.training.plan import Plan, batch_shapes, jit_step, make_plan, token_flops
+from siamese_jax.training.plan import Plan, batch_shapes, jit_step, make_plan
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
@@ -82,7 +82,7 @@ def _settings(plan: Plan, topology: Topology) -> dict[str, Any]:
         "offload_streams": config.model.offload_streams,
         "batch_size": config.training.batch_size,
         "accumulation": plan.accumulation,
-        "length": config.data.length,
+        "length": plan.task.positions(config, plan.model_config),
         "sequences_per_device": config.training.batch_size // plan.accumulation // parts,
         "memory_bytes_per_device": topology.chip.memory_bytes,
     }
@@ -117,8 +117,8 @@ def bytes_per_device(shapes: Any) -> int:
 def _costs(plan: Plan, topology: Topology, text: str, executed_flops: int) -> dict[str, Any]:
     config, chip = plan.config, topology.chip
     peak, source = known_peak_flops(topology.devices[0].device_kind, config.model.dtype)
-    tokens = config.training.batch_size * config.data.length
-    model_flops = token_flops(plan.model_config, config.data.length) * tokens
+    units, unit = plan.units_per_step, plan.task.unit
+    model_flops = plan.flops_per_unit * units
     moved, traffic = collectives(text), memory_traffic(text)
     network = sum(kind["bytes"] for kind in moved.values())
     seconds = {
@@ -128,7 +128,7 @@ def _costs(plan: Plan, topology: Topology, text: str, executed_flops: int) -> di
     }
     least, most = max(seconds.values()), sum(seconds.values())
     return {
-        "tokens_per_step": tokens,
+        f"{unit}s_per_step": units,
         "model_flops_per_step": model_flops,
         "executed_flops_per_step": executed_flops,
         "peak_flops_per_device": peak,
@@ -139,5 +139,5 @@ def _costs(plan: Plan, topology: Topology, text: str, executed_flops: int) -> di
         "step_seconds_overlapped": least,
         "step_seconds_serial": most,
         "mfu_overlapped": model_flops / plan.mesh.size / peak / least,
-        "tokens_per_second_overlapped": tokens / least,
+        f"{unit}s_per_second_overlapped": units / least,
     }

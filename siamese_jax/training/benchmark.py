@@ -4,7 +4,7 @@
     python -m siamese_jax.training.benchmark --config=configs/quickstart.py --schemes=pre,siamese --rounds=20
     python -m siamese_jax.training.benchmark --config=configs/quickstart.py --schemes=pre,pre --json
 
-All schemes run in this process on the same shapes and the same random tokens, so no corpus is needed, and
+All schemes run in this process on the same shapes and the same random examples, so no data are needed, and
 take turns: A B C, A B C, ... Each turn is --steps updates. The scheme of the configuration keeps its options,
 the others have their defaults; attention, MLP and optimiser are those of the configuration for all.
 
@@ -28,7 +28,6 @@ from typing import Any
 
 import jax
 import ml_collections
-import numpy as np
 from absl import flags
 from tqdm import tqdm
 
@@ -41,7 +40,7 @@ from siamese_jax.residual.scheme import known_schemes
 from siamese_jax.training.hardware import device_peak_flops
 from siamese_jax.training.metrics import format_count
 from siamese_jax.training.parts import plan_here
-from siamese_jax.training.plan import Plan, compile_step, fresh_state, token_flops
+from siamese_jax.training.plan import Plan, compile_step, fresh_state
 
 WARM_UP_STEPS = 2
 
@@ -73,20 +72,8 @@ def scheme_config(config: ml_collections.ConfigDict, scheme: str) -> ml_collecti
     if scheme != config.model.residual:
         with config.unlocked():
             config.model.residual = scheme
-            config.model.residual_options = base_config().model.residual_options
+            config.model.residual_options = base_config(config.family).model.residual_options
     return config
-
-
-def random_batch(config: ml_collections.ConfigDict) -> dict[str, np.ndarray]:
-    """A training batch of random tokens; where documents are kept apart, each window is one document."""
-    shape = config.training.batch_size, config.data.length
-    tokens = np.random.default_rng(config.seed).integers(config.model.vocab_size, size=(2, *shape))
-    inputs, targets = tokens.astype(np.int32)
-    batch = {"inputs": inputs, "targets": targets, "weights": np.ones(shape, np.float32)}
-    if config.data.cross_documents:
-        return batch
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    return batch | {"segments": np.ones(shape, np.int32), "positions": positions}
 
 
 def _compile(plan: Plan, batch) -> Contender:
@@ -107,7 +94,8 @@ def benchmark(config: ml_collections.ConfigDict, schemes: Sequence[str], rounds:
     peak, peak_source = device_peak_flops(plans[0].model_config.dtype)
     mesh, batch_size = plans[0].mesh, config.training.batch_size
     rows = own_rows(mesh, batch_size)
-    batch = {name: values[rows] for name, values in random_batch(config).items()}
+    noise = plans[0].task.random_batch(config, plans[0].model_config)
+    batch = {name: values[rows] for name, values in noise.items()}
     batch = put_batch(batch, mesh, rows, batch_size)
     contenders = []
     with tqdm(total=len(schemes) * (1 + rounds), unit="turn", leave=False, dynamic_ncols=True) as bar:
@@ -124,7 +112,8 @@ def benchmark(config: ml_collections.ConfigDict, schemes: Sequence[str], rounds:
         "device": jax.devices()[0].device_kind,
         "devices": mesh.size,
         "batch_size": config.training.batch_size,
-        "length": config.data.length,
+        "length": plans[0].task.positions(config, plans[0].model_config),
+        "unit": plans[0].task.unit,
         "rounds": rounds,
         "steps": steps,
         "peak_flops": peak and peak * mesh.size,
@@ -137,16 +126,15 @@ def _row(contender: Contender, first_seconds: list[float], peak: float | None) -
     plan, seconds = contender.plan, statistics.median(contender.seconds)
     config, model = plan.config, plan.model_config
     ratios = [own / first for own, first in zip(contender.seconds, first_seconds, strict=True)]
-    rate = config.training.batch_size * config.data.length / seconds
-    flops = token_flops(model, config.data.length)
+    rate, flops, unit = plan.units_per_step / seconds, plan.flops_per_unit, plan.task.unit
     return {
         "scheme": model.residual,
         "residual_options": dict(model.residual_options),
         "parameters": count_parameters(plan.state_shapes.params),
         "step_seconds": seconds,
         "step_seconds_by_round": contender.seconds,
-        "tokens_per_second": rate,
-        "flops_per_token": flops,
+        f"{unit}s_per_second": rate,
+        f"flops_per_{unit}": flops,
         "mfu": rate * flops / (peak * plan.mesh.size) if peak else None,
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
         "compile_seconds": contender.compile_seconds,
@@ -167,12 +155,13 @@ def _memory(compiled) -> dict[str, int | None]:
 def format_table(result: dict) -> str:
     """The figures as a table, a line for each scheme."""
     line = "{:<15} {:>9} {:>9} {:>7} {:>6} {:>13} {:>8} {:>9} {:>9} {:>11}".format
-    names = ("ms/step", "tokens/s", "MFU", "ratio", "(range)", "compile", "temp", "peak", "parameters")
+    unit = f"{result['unit']}s"
+    names = ("ms/step", f"{unit}/s", "MFU", "ratio", "(range)", "compile", "temp", "peak", "parameters")
     lines = [line("scheme", *names)]
     for row in result["schemes"]:
         ratio = row["ratio"]
         lines.append(line(
-            row["scheme"], f"{1000 * row['step_seconds']:.1f}", format_count(row["tokens_per_second"]),
+            row["scheme"], f"{1000 * row['step_seconds']:.1f}", format_count(row[f"{unit}_per_second"]),
             "?" if row["mfu"] is None else f"{row['mfu']:.1%}", f"{ratio['median']:.3f}",
             f"({ratio['min']:.3f}-{ratio['max']:.3f})", f"{row['compile_seconds']:.1f}s",
             _format_bytes(row["temp_bytes"]), _format_bytes(row["peak_bytes"]), f"{row['parameters']:,}",
@@ -201,7 +190,7 @@ def main() -> None:
         print(json.dumps(result, allow_nan=False))
         return
     program.say(
-        "{devices} x {device}, {batch_size} windows of {length} tokens, {rounds} rounds of {steps} updates; "
+        "{devices} x {device}, {batch_size} examples of {length} tokens, {rounds} rounds of {steps} updates; "
         "peak: {peak_flops_source}".format(**result)
     )
     program.say(format_table(result))

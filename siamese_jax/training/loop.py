@@ -33,14 +33,14 @@ def train(
     config: ml_collections.ConfigDict,
     workdir: str,
     *,
-    make_evaluator: Callable,
-    sample: Callable,
+    make_validation: Callable,
     say: Callable[[str], None] = print,
 ) -> dict:
     """Trains until training.steps, or until a signal; returns the summary.
 
-    make_evaluator(model, store, mesh, length=, batch_size=, ...) and sample(model, params, tokenizer, prompt,
-    ...) come from the evaluation room, which training does not import.
+    make_validation(parts) comes from the evaluation room, which training does not import. Of what it makes are used
+    figures(params, progress), the metrics of a validation during the run, and `unit`, `size` and
+    finish(params, workdir, progress): the whole of it at the end, what the summary tells of it.
     """
     parts = build(config, workdir)  # before signals wait: a long tokenisation is worth nothing half done
     check_shared_folder(workdir)
@@ -48,11 +48,7 @@ def train(
         summary = read_summary(workdir)
         if vote("complete" if summary else None):  # a shared folder may show it to some processes later
             return (summary or {}) | {"status": "complete already"}
-        evaluator = make_evaluator(
-            parts.model, parts.validation_store, parts.mesh, length=config.data.length,
-            batch_size=config.eval.batch_size, cross_documents=config.data.cross_documents,
-            max_windows=config.eval.max_windows,
-        )  # fmt: skip
+        validation = make_validation(parts)
         folder = pathlib.Path(workdir) / CHECKPOINTS
         kept = {"keep": config.checkpoint.keep, "keep_every": config.checkpoint.keep_every}
         with Checkpoints(folder, **kept, strict=config.checkpoint.strict, log=say) as checkpoints:
@@ -64,12 +60,12 @@ def train(
             start = int(state.step)
             say(f"starting at step {start} of {config.training.steps} from {found.origin}")
             with Recorder(parts, workdir, start, say, found, checkpoints) as recorder:
-                state, done = _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say)
+                state, done = _steps(parts, state, start, checkpoints, recorder, validation, stop, say)
             checkpoints.wait()
             try:
                 if done < config.training.steps:
                     raise Stopped
-                result = _summary(parts, workdir, state, evaluator, sample, recorder, stop, say)
+                result = _summary(parts, workdir, state, validation, recorder, stop, say)
             except Stopped:
                 return {"status": "stopped", "step": done, "steps": config.training.steps, "workdir": workdir}
         if jax.process_index() == 0:
@@ -82,25 +78,27 @@ def _about(parts: Parts, step: int, recorder: Recorder) -> dict:
     where a signal cut its validation short, to be written when the run goes on and has made up for it;
     converted: the PyTorch checkpoint that the weights came from, None where they did not."""
     return {
-        "tokens": step * recorder.tokens_per_step,
+        recorder.units: step * recorder.units_per_step,
         "metrics": recorder.last_finite,
         "owed": recorder.owed,
         "converted": recorder.converted,
         "config": resolved(parts.config),
         "data": {
             "seed": parts.config.seed,
-            "fingerprint": parts.train_store.fingerprint,
-            "tokenizer": parts.tokenizer.fingerprint,
+            "fingerprint": parts.data.fingerprint,
+            "tokenizer": parts.data.tokenizer and parts.data.tokenizer.fingerprint,
         },
         "library": __version__,
     }
 
 
-def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> tuple[TrainState, int]:
+def _steps(parts, state, start, checkpoints, recorder, validation, stop, say) -> tuple[TrainState, int]:
     """The loop: (state, updates done). The metrics of a step are fetched when the next one runs already."""
     config, num_steps = parts.config, parts.config.training.steps
     pending, done, saved = None, start, start
-    watch = jax.jit(make_stream_watch(parts.model, parts.accumulation), out_shardings=replicated(parts.mesh))
+    watch = jax.jit(
+        make_stream_watch(parts.task, parts.model, parts.accumulation), out_shardings=replicated(parts.mesh)
+    )
     train_step = None
 
     def settle():
@@ -117,10 +115,10 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
         saved = done
 
     if recorder.owed is not None and not stop.poll():
-        validation = _validation(evaluator, state, stop, say)
-        if validation is not None:
-            recorder.settle_debt(validation)
-    with Prefetcher(parts.loader.batch, start) as batches:
+        figures = _validation(validation, state, stop, say)
+        if figures is not None:
+            recorder.settle_debt(figures)
+    with Prefetcher(parts.data.loader.batch, start) as batches:
         while done < num_steps and not stop.poll():
             _, rows = next(batches)
             batch = parts.put(rows)
@@ -133,12 +131,12 @@ def _steps(parts, state, start, checkpoints, recorder, evaluator, stop, say) -> 
             settle()
             done += 1
             extra: dict[str, Any] | None = {}
-            streams, validation = _due(config, done)
-            if streams or validation:
+            streams_due, validation_due = _due(config, done)
+            if streams_due or validation_due:
                 jax.block_until_ready(metrics)
                 with recorder.speed.paused():
-                    extra = _stream_metrics(parts, watch, state, batch) if streams else {}
-                    figures = _validation(evaluator, state, stop, say) if validation else {}
+                    extra = _stream_metrics(parts, watch, state, batch) if streams_due else {}
+                    figures = _validation(validation, state, stop, say) if validation_due else {}
                     extra = None if figures is None else extra | figures
             pending = (done, metrics, extra)
             if done % config.checkpoint.every == 0 or done == num_steps:
@@ -169,52 +167,43 @@ def _stream_metrics(parts, watch, state, batch) -> dict[str, float]:
     return rows
 
 
-def _validation(evaluator, state: TrainState, stop: StopRequest, say: Callable) -> dict[str, float] | None:
+def _validation(validation, state: TrainState, stop: StopRequest, say: Callable) -> dict[str, float] | None:
     """The validation figures of a step; None when a signal came in between."""
     try:
-        total = evaluator(state.eval_params(), lambda _: stop.check())["total"]
+        figures = validation.figures(state.eval_params(), lambda _: stop.check())
     except Stopped:
         say("validation given up: it is done first when the run goes on")
         return None
-    return {f"validation/{name}": total[name] for name in ("loss", "bits_per_byte", "perplexity")}
+    return {f"validation/{name}": value for name, value in figures.items()}
 
 
-def _summary(parts, workdir, state, evaluator, sample, recorder, stop, say) -> dict:
-    """The figures of a finished run, the whole validation set and a sampled text; Stopped at a signal."""
+def _summary(parts, workdir, state, validation, recorder, stop, say) -> dict:
+    """The figures of a finished run, with the whole validation set; Stopped at a signal."""
     config = parts.config
     say("evaluating the whole validation set")
-    evaluator.num_windows = -(-parts.validation_store.num_tokens // config.data.length)
     disable = None if jax.process_index() == 0 else True
-    with tqdm(total=evaluator.num_windows, unit="window", disable=disable, leave=False) as bar:
+    with tqdm(total=validation.size, unit=validation.unit, disable=disable, leave=False) as bar:
 
         def progress(done):
             stop.check()
             bar.update(done - bar.n)
 
-        total = evaluator(state.eval_params(), progress)["total"]
-    text = ""
-    if config.eval.prompt:
-        with jax.set_mesh(parts.mesh):
-            text = sample(
-                parts.model, state.eval_params(), parts.tokenizer, config.eval.prompt, length=config.data.length,
-                num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
-            )  # fmt: skip
+        found = validation.finish(state.eval_params(), workdir, progress)
     memory, memory_kind = peak_memory_bytes()
-    speed = recorder.speed.summary()
+    speed, rate = recorder.speed.summary(), f"{recorder.units}_per_second"
     return {
         "status": "complete",
+        "family": config.family,
         "step": config.training.steps,
-        "tokens": config.training.steps * recorder.tokens_per_step,
+        recorder.units: config.training.steps * recorder.units_per_step,
         "parameters": count_parameters(parts.state_shapes.params),
         "train_loss": recorder.last_finite.get("loss"),
-        "validation": total,
-        "tokens_per_second": speed.get("tokens_per_second"),
+        rate: speed.get(rate),
         "mfu": speed.get("mfu"),
         "peak_flops_source": recorder.peak_source,
         "peak_memory_bytes": memory,
         "peak_memory_kind": memory_kind,
-        "prompt": config.eval.prompt,
-        "sample": text,
+        **found,
         "workdir": str(workdir),
         "residual": parts.model_config.residual,
     }

@@ -11,6 +11,7 @@ import math
 import os
 import time
 
+import jax
 import numpy as np
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
@@ -93,32 +94,34 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 class Throughput:
-    """Tokens per second, step time, MFU and time to go over the last `window` steps; pauses do not count.
+    """Tokens or images per second, step time, MFU and time to go over the last `window` steps; pauses do not count.
 
     Call `tick(step)` when the results of a step have arrived, and `pause()` only after those of the last
     dispatched step: what the device still computes in a pause is missed. The first tick sets the zero, so
     compilation does not count.
 
     Args:
-        tokens_per_step: tokens of one update over all devices.
+        units_per_step: tokens or images of one update over all devices.
         num_steps: updates of the whole run.
-        flops_per_token: forward and backward, see the function of that name.
+        flops_per_unit: forward and backward, see flops_per_token and flops_per_image.
         peak_flops: FLOP/s of all devices together; None leaves the MFU out.
+        unit: token or image.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        tokens_per_step: int,
+        units_per_step: int,
         num_steps: int,
-        flops_per_token: float | None = None,
+        flops_per_unit: float | None = None,
         peak_flops: float | None = None,
         *,
+        unit: str = "token",
         window: int = 50,
         clock=time.monotonic,
     ):
-        self._tokens, self._num_steps = tokens_per_step, num_steps
-        self._flops, self._peak = flops_per_token, peak_flops
+        self._units, self._num_steps, self._unit = units_per_step, num_steps, unit
+        self._flops, self._peak = flops_per_unit, peak_flops
         self._clock = clock
         self._ticks = collections.deque(maxlen=window + 1)
         self._paused_at, self._paused_seconds = None, 0.0
@@ -145,7 +148,7 @@ class Throughput:
             self.resume()
 
     def summary(self) -> dict[str, float]:
-        """tokens_per_second, step_seconds, eta_seconds, mfu with a known peak; {} before two ticks.
+        """tokens_per_second (or images_per_second), step_seconds, eta_seconds, mfu with a known peak; {} before two ticks.
 
         The time to go is that of the training steps alone, without validations and checkpoints to come.
         """
@@ -153,9 +156,9 @@ class Throughput:
             return {}
         (first_step, first_time), (last_step, last_time) = self._ticks[0], self._ticks[-1]
         step_seconds = (last_time - first_time) / (last_step - first_step)
-        rate = self._tokens / step_seconds
+        rate = self._units / step_seconds
         summary = {
-            "tokens_per_second": rate,
+            f"{self._unit}s_per_second": rate,
             "step_seconds": step_seconds,
             "eta_seconds": (self._num_steps - last_step) * step_seconds,
         }
@@ -183,12 +186,35 @@ def flops_per_token(
     return 6 * num_matrix_params + (attention // 2 if causal else attention)
 
 
+def flops_per_image(model, shapes, num_tokens: int) -> int:
+    """FLOPs of forward and backward for one image, counted as `flops_per_token` counts.
+
+    The matrices of attention and MLP multiply every token, those of `model.per_patch` every patch, all others an image
+    once.
+
+    Args:
+        model: its configuration. shapes: its parameters. num_tokens: positions of the stack.
+    """
+    total = 12 * model.num_layers * model.num_heads * model.key_dim * num_tokens**2
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        names = [part.key for part in path]
+        if names[-1] != "kernel":
+            continue
+        times = num_tokens if {"attention", "mlp"} & set(names) else 1
+        if names[0] in model.per_patch:
+            times = model.num_patches
+        total += 6 * times * math.prod(leaf.shape)
+    return total
+
+
 _LINE = {
     "loss": "loss {:.4f}".format,
     "validation/loss": "validation {:.4f}".format,
+    "validation/top1": "top-1 {:.2%}".format,
     "learning_rate": "lr {:.2e}".format,
     "grad_norm": "grad {:.3f}".format,
     "tokens_per_second": lambda value: f"{format_count(value)} tokens/s",
+    "images_per_second": lambda value: f"{format_count(value)} images/s",
     "mfu": "mfu {:.1%}".format,
     "eta_seconds": lambda value: f"{format_duration(value)} left",
 }

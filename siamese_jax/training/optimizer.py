@@ -19,7 +19,7 @@ from siamese_jax.names import ends_with, is_stacked, map_paths, one_row
 from siamese_jax.training.schedule import check_choice
 
 KINDS = ("adamw", "muon")
-GROUPS = ("matrices", "head", "embedding", "gains", "biases")
+GROUPS = ("matrices", "patches", "head", "embedding", "gains", "biases")
 
 # Path ending -> group; `*` stands for one path part. Every parameter must be matched by exactly one row.
 GROUP_RULES = (
@@ -35,6 +35,25 @@ GROUP_RULES = (
     ("mlp/up/bias", "biases"),
     ("mlp/down/kernel", "matrices"),  # [(N,) F, D]
     ("mlp/down/bias", "biases"),
+    ("patches/kernel", "patches"),  # [P * P * C, D]
+    ("patches/bias", "biases"),
+    ("tokens/*", "embedding"),  # [D]
+    ("positions/table", "embedding"),  # [L, D]
+    ("classifier/kernel", "head"),  # [D, classes]
+    ("classifier/bias", "biases"),
+    ("distillation_classifier/kernel", "head"),
+    ("distillation_classifier/bias", "biases"),
+    ("time/up/kernel", "matrices"),  # [features, D]
+    ("time/up/bias", "biases"),
+    ("time/down/kernel", "matrices"),  # [D, D]
+    ("time/down/bias", "biases"),
+    ("labels/table", "embedding"),  # [classes + 1, D]
+    ("modulation/linear/kernel", "matrices"),  # [(N,) D, 6, D]
+    ("modulation/linear/bias", "biases"),
+    ("output_modulation/linear/kernel", "matrices"),  # [D, 2, D]
+    ("output_modulation/linear/bias", "biases"),
+    ("output/kernel", "head"),  # [D, P * P * C or twice that]
+    ("output/bias", "biases"),
     ("residual/*/scale", "gains"),
     ("residual/*/bias", "biases"),
     ("residual/*/gain", "gains"),  # [(N,) D], the learned mix of siamese_hybrid
@@ -42,12 +61,16 @@ GROUP_RULES = (
 
 # (Path ending, axes of ONE layer) -> the matrix that Muon orthogonalises. All other axes are batch:
 # the layers, the G + 2 slices of qkv (each group index of the queries, the keys, the values), the halves of a
-# gated up kernel.
+# gated up kernel, the parts of a modulation.
 MUON_AXES = {
     ("attention/qkv/kernel", 4): MuonDimensionNumbers(reduction_axis=-4, output_axis=(-3, -1)),
     ("attention/out/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
     ("mlp/up/kernel", 3): MuonDimensionNumbers(reduction_axis=-3, output_axis=-1),
     ("mlp/up/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
+    ("time/up/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
+    ("time/down/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
+    ("modulation/linear/kernel", 3): MuonDimensionNumbers(reduction_axis=-3, output_axis=-1),
+    ("output_modulation/linear/kernel", 3): MuonDimensionNumbers(reduction_axis=-3, output_axis=-1),
     ("mlp/down/kernel", 2): MuonDimensionNumbers(reduction_axis=-2, output_axis=-1),
 }
 
@@ -223,7 +246,7 @@ def _scale_to_adam_rms(updates, params):
 
 
 def _decays(group, config):
-    return group in ("matrices", "head") or (group == "embedding" and bool(config.decay_embedding))
+    return group in ("matrices", "patches", "head") or (group == "embedding" and bool(config.decay_embedding))
 
 
 def _method(group, config):

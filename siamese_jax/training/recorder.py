@@ -16,7 +16,6 @@ from siamese_jax.errors import FaultError
 from siamese_jax.training.hardware import device_peak_flops
 from siamese_jax.training.metrics import MetricWriter, Throughput, format_line
 from siamese_jax.training.parts import Parts
-from siamese_jax.training.plan import token_flops
 from siamese_jax.training.start import Start
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -32,10 +31,10 @@ class Recorder:
         self.steps, self.every = config.training.steps, config.logging.every
         peak, self.peak_source = device_peak_flops(parts.model_config.dtype)
         self.speed = Throughput(
-            config.training.batch_size * config.data.length, self.steps,
-            token_flops(parts.model_config, config.data.length), peak and peak * parts.mesh.size,
+            parts.units_per_step, self.steps, parts.flops_per_unit, peak and peak * parts.mesh.size,
+            unit=parts.task.unit,
         )  # fmt: skip
-        self.tokens_per_step = config.training.batch_size * config.data.length
+        self.units_per_step, self.units = parts.units_per_step, f"{parts.task.unit}s"
         is_main = jax.process_index() == 0
         self.writer = MetricWriter(workdir, start) if is_main else None
         disable = None if is_main else True
@@ -63,7 +62,7 @@ class Recorder:
         host = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.speed.tick(step)
         finite = all(math.isfinite(value) for value in host.values())
-        line = {"tokens": step * self.tokens_per_step, **host, **self.speed.summary(), **(extra or {})}
+        line = {self.units: step * self.units_per_step, **host, **self.speed.summary(), **(extra or {})}
         if extra is None and finite:
             self.owed = line
         elif step % self.every == 0 or step in (1, self.steps) or extra or not finite:

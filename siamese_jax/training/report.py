@@ -12,21 +12,21 @@ def format_summary(result: Mapping, command: Sequence[str]) -> str:
     if result["status"] == "stopped":
         saved = "saved" if result["step"] else "nothing to save"
         return f"stopped at step {result['step']} of {result['steps']}, {saved}. To go on:\n  {typed}"
-    total, workdir = result["validation"], result["workdir"]
+    workdir, family = result["workdir"], result.get("family", "language")
+    unit = "token" if family == "language" else "image"
+    rate = result.get(f"{unit}s_per_second")
     lines = [f"the run in {workdir} is complete" + (" already" if "already" in result["status"] else "")]
-    lines.append(
-        f"  validation   {total['bits_per_byte']:.4f} bits per byte, loss {total['loss']:.4f}, "
-        f"perplexity {total['perplexity']:.3f} a token ({total['tokens']:,} tokens)"
-    )
-    if result["tokens_per_second"]:
+    lines.append(f"  validation   {_VALIDATION[family](result['validation'])}")
+    if rate:
         mfu = f", MFU {result['mfu']:.1%}" if result["mfu"] else ""
-        lines.append(f"  speed        {format_count(result['tokens_per_second'])} tokens/s{mfu}")
+        lines.append(f"  speed        {format_count(rate)} {unit}s/s{mfu}")
     lines += [
         f"  model        {result['parameters']:,} parameters, {result['residual']}, "
-        f"{format_count(result['tokens'])} tokens seen",
+        f"{format_count(result[f'{unit}s'])} {unit}s seen",
         f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, {workdir}/summary.json",
     ]
-    if result["sample"]:
+    lines += [f"  picture      {path}" for path in result.get("pictures", [])]
+    if result.get("sample"):
         lines += ["  sample", "    " + (result["prompt"] + result["sample"]).replace("\n", "\n    ")]
     start_again = _with_workdir(command, workdir)
     lines += [
@@ -36,6 +36,21 @@ def format_summary(result: Mapping, command: Sequence[str]) -> str:
         f"  {start_again}",
     ]
     return "\n".join(lines)
+
+
+_VALIDATION = {
+    "language": lambda total: (
+        f"{total['bits_per_byte']:.4f} bits per byte, loss {total['loss']:.4f}, "
+        f"perplexity {total['perplexity']:.3f} a token ({total['tokens']:,} tokens)"
+    ),
+    "vision": lambda total: (
+        f"top-1 {total['top1']:.2%}, top-5 {total['top5']:.2%}, loss {total['loss']:.4f} ({total['images']:,} images)"
+    ),
+    "diffusion": lambda total: (
+        f"noise error {total['loss']:.4f}, variational bound {total['vb']:.4f} bits per dimension "
+        f"({total['images']:,} images)"
+    ),
+}
 
 
 def _with_workdir(command: Sequence[str], workdir: str) -> str:

@@ -45,7 +45,7 @@ def find_start(parts: Parts, checkpoints: Checkpoints, say: Callable) -> Start:
 
 
 def _check_same_data(parts: Parts, step: int, stored: str) -> None:
-    now = parts.train_store.fingerprint
+    now = parts.data.fingerprint
     if stored != now:
         raise InputError(
             f"the training data changed: checkpoint {step} was trained on data {stored[:12]}, "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from siamese_jax.models.initialize import initial_parameters
-from siamese_jax.models.language import LanguageConfig
+from siamese_jax.models.transformer import TransformerConfig
 from siamese_jax.training.optimizer import Ema, init_ema
 
 
@@ -28,7 +28,7 @@ class TrainState:
 
 
 def initial_state(
-    model: LanguageConfig, optimizer: optax.GradientTransformation, seed: int, with_ema: bool
+    model: TransformerConfig, optimizer: optax.GradientTransformation, seed: int, with_ema: bool
 ) -> TrainState:
     """The state before the first update: a pure function, to be jitted with output shardings."""
     key = jax.random.key(seed)

@@ -10,29 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from siamese_jax.models.language import LanguageModel, document_options
-from siamese_jax.models.loss import weighted_sums
 from siamese_jax.training.optimizer import update_ema
 from siamese_jax.training.state import TrainState
-
-Batch = dict[str, jax.Array]
-
-
-def make_loss(model: LanguageModel, z_loss: float) -> Callable:
-    """(params, batch, total weight) -> (objective, cross-entropy), both divided by the total weight."""
-
-    def loss(params, batch: Batch, total_weight):
-        losses = model.apply(
-            {"params": params}, batch["inputs"], batch["targets"], method="losses", **document_options(batch)
-        )
-        objective, cross_entropy, _ = weighted_sums(losses, batch["weights"], z_loss)
-        return objective / total_weight, cross_entropy / total_weight
-
-    return loss
+from siamese_jax.training.task import Batch, Loss, Task
 
 
-def accumulated_gradient(loss: Callable, params, batch: Batch, num_parts: int, shardings=None):
-    """((objective, cross-entropy), gradient) of a batch taken in `num_parts` micro-batches.
+def accumulated_gradient(loss: Loss, params, batch: Batch, num_parts: int, shardings=None):
+    """((objective, loss), gradient) of a batch taken in `num_parts` micro-batches.
 
     Every part is divided by the weight of the WHOLE batch, so parts with fewer tokens count for less:
     the result is the gradient of one large batch. `shardings`: the tree of those of the parameters, if any.
@@ -59,24 +43,29 @@ def accumulated_gradient(loss: Callable, params, batch: Batch, num_parts: int, s
 
 
 def make_train_step(
-    model: LanguageModel,
+    loss: Loss,
     optimizer: optax.GradientTransformation,
     schedule: Callable,
     *,
+    prepare: Callable[[Batch, jax.Array], Batch] | None = None,
     num_parts: int = 1,
-    z_loss: float = 0.0,
     ema: float = 0.0,
     shardings: Any = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, batch) -> (state, metrics); the caller jits it and donates the state."""
-    loss = make_loss(model, z_loss)
+    """(state, batch) -> (state, metrics); the caller jits it and donates the state.
+
+    prepare(batch, key): what is done to the whole batch first, with a key that is a function of the seed and the step.
+    """
 
     def train_step(state: TrainState, batch: Batch):
-        (objective, cross_entropy), gradient = accumulated_gradient(loss, state.params, batch, num_parts, shardings)
+        if prepare is not None:
+            key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+            batch = prepare(batch, key)
+        (objective, mean), gradient = accumulated_gradient(loss, state.params, batch, num_parts, shardings)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
-            "loss": cross_entropy,
+            "loss": mean,
             "objective": objective,
             "learning_rate": schedule(state.step),
             "grad_norm": optax.tree.norm(gradient),
@@ -89,16 +78,14 @@ def make_train_step(
     return train_step
 
 
-def make_stream_watch(model: LanguageModel, num_parts: int = 1) -> Callable[[dict, Batch], dict[str, jax.Array]]:
+def make_stream_watch(task: Task, model: Any, num_parts: int = 1) -> Callable[[dict, Batch], dict[str, jax.Array]]:
     """(params, batch) -> {stream: RMS [N] after each layer}: a forward pass of one micro-batch of `num_parts`."""
 
     def rms(streams):
         return {name: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) for name, x in streams.items()}
 
     def watch(params, batch: Batch):
-        batch = {name: rows[::num_parts] for name, rows in batch.items()}
-        options = document_options(batch)
-        _, seen = model.apply({"params": params}, batch["inputs"], watch=rms, method="hidden", **options)
+        seen = task.watch(model, params, {name: rows[::num_parts] for name, rows in batch.items()}, rms)
         segments = seen if isinstance(seen, list) else [seen]
         return {name: jnp.concatenate([part[name] for part in segments]) for name in segments[0]}
 

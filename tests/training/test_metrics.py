@@ -108,7 +108,7 @@ class Clock:
 
 def test_throughput_leaves_pauses_out():
     clock = Clock()
-    speed = Throughput(1000, num_steps=50, flops_per_token=6.0, peak_flops=24_000.0, clock=clock)
+    speed = Throughput(1000, num_steps=50, flops_per_unit=6.0, peak_flops=24_000.0, clock=clock)
     clock.now += 60  # compilation, before the first tick
     speed.tick(11)
     assert speed.summary() == {}

@@ -1,0 +1,89 @@
+"""What every set of images can do, and sets that lie in memory.
+
+Shapes: N images, H height, W width, C channels.
+"""
+
+import hashlib
+
+import numpy as np
+
+from siamese_jax.errors import InputError
+
+
+class ImageSet:
+    """Images with labels, by index.
+
+    name: for the reader. class_names: one for each class. fingerprint: of what the set consists of.
+    on_broken: what happens where an image cannot be read. 'stop' raises InputError with its name; with 'skip' the next
+    sound one takes its place, always the same one, and `broken` lists its name.
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    fingerprint: str
+    on_broken = "stop"
+    shows_pixels = True  # whether a picture can be made of what a model makes of them
+
+    def __init__(self):
+        self.broken: list[str] = []
+
+    @property
+    def num_classes(self) -> int:
+        """Classes, of which some may have no image here."""
+        return len(self.class_names)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, index: int) -> tuple[np.ndarray, int]:
+        """(image, label) of a place; Broken where the image cannot be read."""
+        raise NotImplementedError
+
+    def example(self, index: int) -> tuple[np.ndarray, int]:
+        """(uint8 [H, W, C], or float32 of latents; label): of the next sound one where it is broken and that is allowed."""
+        for tried in range(len(self)):
+            place = (index + tried) % len(self)
+            try:
+                return self.read(place)
+            except Broken as error:
+                if self.on_broken != "skip":
+                    raise InputError(f"{error}: mend or remove it, or set data.on_broken=skip") from error
+                if error.name not in self.broken:
+                    self.broken.append(error.name)
+        raise InputError(f"{self.name}: none of its {len(self)} images can be read")
+
+
+class Broken(Exception):
+    """An image that cannot be read; `name` is its file."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{name} cannot be read as an image ({reason})")
+        self.name = name
+
+
+class ArrayImages(ImageSet):
+    """Images in memory: [N, H, W, C], uint8 or float32, and labels int32 [N]."""
+
+    def __init__(self, name: str, images: np.ndarray, labels: np.ndarray, class_names: tuple[str, ...]):
+        super().__init__()
+        self.name, self.class_names = name, class_names
+        self.images, self.labels = images, labels
+        self.shows_pixels = images.dtype == np.uint8
+        digest = hashlib.blake2b(repr((images.shape, str(images.dtype), class_names)).encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(images).data)
+        digest.update(np.ascontiguousarray(labels).data)
+        self.fingerprint = digest.hexdigest()
+        if len(labels) and labels.max() >= len(class_names):
+            raise InputError(f"{name} has the label {labels.max()}, beyond its {len(class_names)} classes")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index):
+        return self.images[index], int(self.labels[index])
+
+
+def held_out(index: np.ndarray, fraction: float) -> np.ndarray:
+    """Which of the numbered examples are held out: by a hash of their number, so not by what else there is."""
+    digests = (hashlib.blake2b(b"hold out %d" % i, digest_size=8).digest() for i in index.tolist())
+    return np.array([int.from_bytes(digest, "little") < fraction * 2**64 for digest in digests], bool)

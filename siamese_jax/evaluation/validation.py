@@ -1,0 +1,135 @@
+"""What a run is validated with: for every family, figures during the run and all that its end tells.
+
+`size` counts `unit`s of the whole pass at the end.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from siamese_jax.evaluation.classification import ClassificationEvaluator
+from siamese_jax.evaluation.diffusion import NoiseEvaluator, Sampler, to_pixels
+from siamese_jax.evaluation.generation import sample
+from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.evaluation.pictures import confusion_matrix, sample_grid
+
+Progress = Callable[[int], None]
+
+
+class LanguageValidation:
+    """Loss, bits per byte and perplexity; at the end a sampled text."""
+
+    unit = "window"
+
+    def __init__(self, parts: Any):
+        self.parts, config = parts, parts.config
+        self.evaluator = Evaluator(
+            parts.model, parts.data.validation, parts.mesh, length=config.data.length,
+            batch_size=config.eval.batch_size, cross_documents=config.data.cross_documents,
+            max_windows=config.eval.max_windows,
+        )  # fmt: skip
+        self.size = -(-parts.data.validation.num_tokens // config.data.length)
+
+    def figures(self, params, progress: Progress) -> dict[str, float]:
+        """The metrics of a validation during the run."""
+        total = self.evaluator(params, progress)["total"]
+        return {name: total[name] for name in ("loss", "bits_per_byte", "perplexity")}
+
+    def finish(self, params, workdir: str, progress: Progress) -> dict:
+        """The whole validation set, and what the model puts after eval.prompt."""
+        config, parts = self.parts.config, self.parts
+        total, text = self.evaluator(params, progress, self.size)["total"], ""
+        if config.eval.prompt:
+            with jax.set_mesh(parts.mesh):
+                text = sample(
+                    parts.model, params, parts.data.tokenizer, config.eval.prompt, length=config.data.length,
+                    num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
+                )  # fmt: skip
+        return {"validation": total, "prompt": config.eval.prompt, "sample": text}
+
+
+class VisionValidation:
+    """Loss, top-1 and top-5; at the end a picture of what is taken for what."""
+
+    unit = "image"
+
+    def __init__(self, parts: Any):
+        self.parts, config = parts, parts.config
+        self.evaluator = ClassificationEvaluator(
+            parts.model, parts.data.validation, parts.data.loader.augmentation, parts.mesh, config.eval.batch_size
+        )
+        self.size = len(parts.data.validation)
+        self.part = min(config.eval.max_images or self.size, self.size)
+
+    def figures(self, params, progress: Progress) -> dict[str, float]:
+        """The metrics of a validation during the run."""
+        total = self.evaluator(params, progress, self.part)["total"]
+        return {name: total[name] for name in ("loss", "top1", "top5")}
+
+    def finish(self, params, workdir: str, progress: Progress) -> dict:
+        """The whole validation set, and its confusion matrix as a picture."""
+        result, images = self.evaluator(params, progress, self.size), self.parts.data.validation
+        pictures = []
+        if images.num_classes <= MOST_CLASSES:
+            pictures = [str(pathlib.Path(workdir) / "confusion.png")]
+        if pictures and jax.process_index() == 0:
+            title = f"{images.name}, {self.parts.model_config.residual}"
+            confusion_matrix(pictures[0], result["confusion"], images.class_names, title)
+        return {"validation": result["total"], "pictures": pictures}
+
+
+MOST_CLASSES = 100  # that a picture of a confusion matrix can show
+
+
+class DiffusionValidation:
+    """The error of the noise on images held out; at the end a picture of samples."""
+
+    unit = "image"
+
+    def __init__(self, parts: Any):
+        self.parts, config = parts, parts.config
+        self.evaluator = NoiseEvaluator(
+            parts.model, parts.data.validation, parts.data.loader.augmentation, parts.mesh, config.eval.batch_size,
+            config.training.diffusion_steps,
+        )  # fmt: skip
+        self.size = len(parts.data.validation)
+        self.part = min(config.eval.max_images or self.size, self.size)
+
+    def figures(self, params, progress: Progress) -> dict[str, float]:
+        """The metrics of a validation during the run."""
+        total = self.evaluator(params, progress, self.part)
+        return {name: total[name] for name in ("loss", "vb")}
+
+    def finish(self, params, workdir: str, progress: Progress) -> dict:
+        """The whole validation set, and samples of every class as a picture."""
+        total, config, images = (
+            self.evaluator(params, progress, self.size),
+            self.parts.config,
+            self.parts.data.train,
+        )
+        each, pictures = config.eval.samples_per_class, []
+        if each and images.shows_pixels and self.parts.model_config.channels in (1, 3):
+            classes = range(min(images.num_classes, config.eval.classes))
+            sampler = Sampler(
+                self.parts.model, self.parts.mesh, num_steps=config.training.diffusion_steps,
+                sampling_steps=config.eval.sampling_steps, method=config.eval.sampler, guidance=config.eval.guidance,
+                batch_size=config.eval.batch_size,
+            )  # fmt: skip
+            labels = [label for label in classes for _ in range(each)]
+            made = to_pixels(sampler(params, labels, seed=config.seed), self.parts.data.loader.augmentation)
+            pictures = [str(pathlib.Path(workdir) / "samples.png")]
+            if jax.process_index() == 0:
+                rows = {images.class_names[i]: made[i * each : (i + 1) * each] for i in classes}
+                title = f"{images.name}, {self.parts.model_config.residual}, guidance {config.eval.guidance:g}"
+                sample_grid(pictures[0], rows, title)
+        return {"validation": total, "pictures": pictures}
+
+
+_VALIDATIONS = {"language": LanguageValidation, "vision": VisionValidation, "diffusion": DiffusionValidation}
+
+
+def make_validation(parts: Any) -> Any:
+    """The validation of a run, of which the parts are: its configuration, model, mesh and data."""
+    return _VALIDATIONS[parts.config.family](parts)
