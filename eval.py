@@ -1,20 +1,35 @@
-"""Evaluates a checkpoint of a run: bits per byte, loss and perplexity, for every source file and in total.
+"""Evaluates a checkpoint of a run: a language model, an image classifier or a diffusion model.
 
     python eval.py --workdir=runs/quickstart
     python eval.py --workdir=runs/quickstart --step=200 --split=train --max_windows=500
     python eval.py --workdir=runs/quickstart --data.source=one.txt --data.source=two.jsonl --json
+    python eval.py --workdir=runs/quickstart_images --picture=confusion.png
+    python eval.py --workdir=runs/quickstart_diffusion --samples_per_class=20 --guidance=2 --seed=1 \
+        --classifier=runs/quickstart_images --picture=samples.png
 
 Without --data.source the run's own data are read, the validation split unless --split says otherwise.
 Where the run keeps a running average of its parameters (optimizer.ema), that is what is evaluated.
 
-Every token counts exactly once, in windows of data.length tokens. The columns:
+Language models: bits per byte, loss and perplexity, for every source file and in total. Every token counts
+exactly once, in windows of data.length tokens. The columns:
   bits/byte    bits per UTF-8 byte of text: comparable between tokenizers
   loss         nats per token
   perplexity   exp(loss), weighted by token
   by instance  exp of the mean over windows of the mean loss of a window: the protocol of the paper's code.
                Of a window that several sources share, each has its part as an instance.
+Image classifiers: top-1, top-5, loss and the confusion matrix; every image counts exactly once.
+Diffusion models: the error of the noise on images held out, each at a step and with noise of its own that are
+always the same. With --samples_per_class, samples: ddpm or ddim (--eta=0 adds no noise), classifier-free guidance
+(--guidance, 1 = none), which depend on --seed, not on --batch_size. They are judged by
+  --classifier=RUN       an image classifier trained here: how often it sees the class that was asked for
+  --reference_stats=FILE the Frechet distance to statistics (.npz with mu and sigma) of features that --classifier
+                         or your own --features=MODULE:FUNCTION (uint8 [N, H, W, C] -> [N, F]) makes. It is not the
+                         published FID, which has Inception's features. --write_stats=FILE writes those of the
+                         images of --split.
+  --samples_out=FILE     a .npz with images and labels, for evaluation suites of others
 
---json prints one object with the same figures under "total" and "sources"; null stands for NaN and infinity.
+--json prints one object with the same figures, under "total" and, by family, "sources", "confusion" or "samples";
+null stands for NaN and infinity.
 Several processes share the work as train.py's do (--coordinator, --processes, --process).
 Exit codes: 0 done, 2 wrong input (a broken checkpoint that --step asks for too), 1 anything else.
 """
@@ -23,39 +38,107 @@ from absl import flags
 
 from siamese_jax import program
 from siamese_jax.data.sources import SPLITS
+from siamese_jax.errors import InputError
+from siamese_jax.evaluation.image_run import Sampling, evaluate_diffusion, evaluate_vision, format_image_result
 from siamese_jax.evaluation.perplexity import format_table
-from siamese_jax.evaluation.run import evaluate_run
+from siamese_jax.evaluation.run import evaluate_language, open_run
+from siamese_jax.models.gaussian import SAMPLERS
 from siamese_jax.parallel import start_up
 
 flags.DEFINE_string("workdir", None, "Folder of the run.")
 flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest sound one unless given.")
-flags.DEFINE_enum("split", None, SPLITS, "Part of the data: validation, or all where --data.source is given.")
+flags.DEFINE_enum("split", None, SPLITS, "Part of the data: validation, or all where --data.source is text.")
 flags.DEFINE_multi_string(
-    "data.source", [], "File, folder or glob to evaluate on; may be repeated or a list by commas."
+    "data.source", [], "File, folder or glob to evaluate on; of text may be repeated or a list by commas."
 )
-flags.DEFINE_string("data.field", None, "Field of the text in .jsonl and .parquet; the run's own unless given.")
-flags.DEFINE_string("data.cache_dir", None, "Folder for tokenised data; the run's own unless given.")
-flags.DEFINE_integer("batch_size", None, "Windows at a time; eval.batch_size of the run unless given.")
-flags.DEFINE_integer("max_windows", 0, "Only the first so many windows; 0 = all.")
+flags.DEFINE_string("data.field", None, "Text: field in .jsonl and .parquet; the run's own unless given.")
+flags.DEFINE_string("data.cache_dir", None, "Text: folder for tokenised data; the run's own unless given.")
+flags.DEFINE_integer("batch_size", None, "Examples at a time; eval.batch_size of the run unless given.")
+flags.DEFINE_integer("max_windows", 0, "Text: only the first so many windows; 0 = all.", 0)
+flags.DEFINE_integer("max_images", 0, "Images: only the first so many; 0 = all.", 0)
+flags.DEFINE_string("picture", "", "Images: PNG of the confusion matrix, or of the samples, to write.")
+flags.DEFINE_integer("samples_per_class", 0, "Diffusion: samples of every class; 0 = none.", 0)
+flags.DEFINE_integer("classes", 0, "Diffusion: only the first so many classes; 0 = all.", 0)
+flags.DEFINE_enum("sampler", None, SAMPLERS, "Diffusion: how samples are made; that of the run unless given.")
+flags.DEFINE_integer("sampling_steps", None, "Diffusion: steps of a sample; those of the run unless given.", 1)
+flags.DEFINE_float("guidance", None, "Diffusion: scale of guidance, 1 = none; that of the run unless given.", 0.0)
+flags.DEFINE_float("eta", 0.0, "Diffusion: noise that ddim adds, 1 = as much as ddpm.", 0.0)
+flags.DEFINE_integer("seed", 0, "Diffusion: of the samples.", 0)
+flags.DEFINE_string("samples_out", "", "Diffusion: .npz of the samples to write.")
+flags.DEFINE_string("classifier", "", "Diffusion: run folder of the image classifier that judges the samples.")
+flags.DEFINE_string("features", "", "Diffusion: MODULE:FUNCTION that makes features of images.")
+flags.DEFINE_string("reference_stats", "", "Diffusion: .npz of statistics to measure the Frechet distance to.")
+flags.DEFINE_string("write_stats", "", "Diffusion: .npz of statistics of the images' features to write.")
+flags.DEFINE_alias("reference-stats", "reference_stats")
 program.define_json_flag()
 start_up.define_flags()
+OF_SAMPLES = (
+    "samples_per_class", "classes", "sampler", "sampling_steps", "guidance", "eta", "seed", "samples_out",
+    "classifier", "features", "reference_stats", "write_stats",
+)  # fmt: skip
+MEANINGLESS = {
+    "language": ("max_images", "picture", *OF_SAMPLES),
+    "vision": ("max_windows", "data.field", "data.cache_dir", *OF_SAMPLES),
+    "diffusion": ("max_windows", "data.field", "data.cache_dir"),
+}
 
 
 def main() -> None:
     workdir = program.required("workdir")
     given = flags.FLAGS
     start_up.start_processes(program.facts(arguments=program.shared_arguments()), program.say_here)
-    result = evaluate_run(
-        workdir, step=given.step, split=given.split, sources=given["data.source"].value,
-        batch_size=given.batch_size, max_windows=given.max_windows, cache_dir=given["data.cache_dir"].value,
-        field=given["data.field"].value,
+    if given.batch_size is not None and given.batch_size < 1:
+        raise InputError(f"batch_size is {given.batch_size}: it must be at least 1")
+    run = open_run(workdir, given.step)
+    family = run.config.family
+    for name in MEANINGLESS[family]:
+        if given[name].present:
+            raise InputError(f"--{name} has no meaning for a {family} model, which {workdir} holds: leave it out")
+    evaluate = {"language": _language, "vision": _vision, "diffusion": _diffusion}[family]
+    program.answer(evaluate(run), as_text)
+
+
+def _language(run) -> dict:
+    given = flags.FLAGS
+    return evaluate_language(
+        run, step=given.step, split=given.split, sources=given["data.source"].value, batch_size=given.batch_size,
+        max_windows=given.max_windows, cache_dir=given["data.cache_dir"].value, field=given["data.field"].value,
         say=program.say,
     )  # fmt: skip
-    program.answer(result, as_text)
+
+
+def _image_options() -> dict:
+    given = flags.FLAGS
+    sources = given["data.source"].value
+    if len(sources) > 1:
+        raise InputError(f"--data.source is given {len(sources)} times: images come from one source at a time")
+    if given.split == "all":
+        raise InputError("--split is all: images have the splits train and validation")
+    return {
+        "step": given.step, "split": given.split or "validation", "source": "".join(sources),
+        "batch_size": given.batch_size, "max_images": given.max_images, "say": program.say,
+    }  # fmt: skip
+
+
+def _vision(run) -> dict:
+    return evaluate_vision(run, picture=flags.FLAGS.picture, **_image_options())
+
+
+def _diffusion(run) -> dict:
+    given, own = flags.FLAGS, run.config.eval
+    sampling = Sampling(
+        given.samples_per_class, given.classes, given.sampler or own.sampler,
+        own.sampling_steps if given.sampling_steps is None else given.sampling_steps,
+        own.guidance if given.guidance is None else given.guidance, given.eta, given.seed, given.picture,
+        given.samples_out, given.classifier, given.features, given.reference_stats, given.write_stats,
+    )  # fmt: skip
+    return evaluate_diffusion(run, sampling, **_image_options())
 
 
 def as_text(result: dict) -> str:
     """The result with its table."""
+    if result["family"] != "language":
+        return format_image_result(result)
     average = ", running average" if result["averaged"] else ""
     return "\n".join([
         f"model: {result['checkpoint']}{average}",

@@ -1,4 +1,4 @@
-"""Trains a language, image or diffusion model with any residual scheme; the same command continues a run that was interrupted.
+"""Trains a language, image or diffusion model with any residual scheme; the same command continues a run.
 
     python train.py --config=configs/quickstart.py --workdir=runs/quickstart
     python train.py --config=configs/quickstart.py --config.model.residual=pre --workdir=runs/pre

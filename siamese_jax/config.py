@@ -51,7 +51,7 @@ _TEXT = {
     "cache_dir": "",  # of token stores; '' = ~/.cache/siamese_jax
 }
 _IMAGES = {
-    "source": "quickstart",  # fashion_mnist, digits, tfds:NAME, a folder of images, .npz; quickstart: the first there is
+    "source": "quickstart",  # fashion_mnist or digits, what there is; or tfds:NAME, a folder, .npz
     "data_dir": "",  # of TFDS and of fashion_mnist; '' = their usual places
     "validation_fraction": 0.1,  # held out where the source has no part for validation
     "on_broken": "stop",  # or skip: the next sound image takes the place of a broken one
@@ -111,7 +111,7 @@ _GROUPS = {
 
 
 def base_config(family: str = "language") -> ml_collections.ConfigDict:
-    """All keys of a family with their defaults; locked, so that a misspelt key in a configuration file is an error."""
+    """All keys of a family with their defaults; locked, so that a misspelt key in a file is an error."""
     if family not in FAMILIES:
         raise InputError(f"unknown family {family!r}: it must be one of {', '.join(FAMILIES)}")
     own = _GROUPS[family]
@@ -259,8 +259,8 @@ def check_guidance(name: str, scale: float, label_dropout: float) -> None:
     """InputError for guidance by a model that never saw an example without a label."""
     if scale != 1 and not label_dropout > 0:
         raise InputError(
-            f"{name} is {scale:g} but model.label_dropout is {label_dropout:g}: a model that always saw labels cannot "
-            "be guided; set it to 1, or train with label_dropout, for example 0.1"
+            f"{name} is {scale:g} but model.label_dropout is {label_dropout:g}: a model that always saw labels "
+            "cannot be guided; set it to 1, or train with label_dropout, for example 0.1"
         )
 
 

@@ -125,7 +125,7 @@ def _check_config_files(arguments: Sequence[str]) -> str:
 
 
 def _try_config_file(path: str) -> str:
-    """The family of its configuration; InputError that names the line of the file, where ml_collections would show pages."""
+    """The family of its configuration; InputError that names the line, where ml_collections would show pages."""
     try:
         found = runpy.run_path(path)
         if "get_config" not in found:

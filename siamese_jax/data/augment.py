@@ -117,7 +117,7 @@ class Augmentation:
         return image
 
     def _centre(self, image: np.ndarray) -> np.ndarray:
-        """The middle of the image, its shorter side resized to S / eval_crop; untouched where it has S x S already."""
+        """The middle of the image, its shorter side resized to S / eval_crop; untouched where it is S x S."""
         height, width = image.shape[:2]
         if (height, width) == (self.size, self.size):
             return image
@@ -145,7 +145,7 @@ def _resized(image: np.ndarray, size: tuple[int, int], box: tuple[int, int, int,
 
 
 def _random_box(size: tuple[int, int], random: np.random.Generator) -> tuple[int, int, int, int]:
-    """(top, left, height, width): a share of the area, a log-uniform aspect; the middle where none fits in ten tries."""
+    """(top, left, height, width): a share of the area, a log-uniform aspect; the middle where ten tries fail."""
     height, width = size
     for _ in range(TRIES):
         area = height * width * random.uniform(*RESIZED_AREA)

@@ -1,4 +1,4 @@
-"""A folder of images: FOLDER/train/CLASS/* with FOLDER/validation (or val, test), or FOLDER/CLASS/* with a part held out.
+"""A folder of images: DIR/train/CLASS/* with DIR/validation (or val, test), or DIR/CLASS/* with a part held out.
 
 Shapes: H height, W width, C channels.
 """
@@ -61,8 +61,8 @@ def open_folder(folder: Path, split: str, fraction: float, on_broken: str) -> Im
         files = [file for file in files if _is_out(file[0], root, fraction) == (split == "validation")]
     if not files:
         raise InputError(
-            f"{folder} has no image for {split}: it needs CLASS/*.png (or {', '.join(ENDINGS[1:])}), more of them, or "
-            "another data.validation_fraction"
+            f"{folder} has no image for {split}: it needs CLASS/*.png (or {', '.join(ENDINGS[1:])}), more of "
+            "them, or another data.validation_fraction"
         )
     return FolderImages(f"{folder} {split}", files, class_names, folder, on_broken)
 

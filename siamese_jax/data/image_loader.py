@@ -102,8 +102,8 @@ def _batch(images: ImageSet, examples: Iterable[tuple[np.ndarray, int]]) -> dict
 def evaluation_batches(
     images: ImageSet, augmentation: Augmentation, batch_size: int, rows: np.ndarray, num_images: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The first `num_images` images, each exactly once, in order: images, labels, index int64 [B], and weights float32
-    [B], 0 where a row only fills up the last batch. rows: those of every batch that are read.
+    """The first `num_images` images, each exactly once, in order: images, labels, index int64 [B] (-1 where a row
+    only fills up the last batch) and weights float32 [B] (0 there). rows: those of every batch that are read.
     """
     for first in range(0, num_images, batch_size):
         index = first + rows
@@ -117,8 +117,8 @@ def check_images(images: ImageSet, augmentation: Augmentation, num_classes: int)
     """InputError where a model of these options cannot take the images or their labels."""
     if images.num_classes > num_classes:
         raise InputError(
-            f"{images.name} has {images.num_classes} classes, beyond model.num_classes {num_classes}: set that to at "
-            f"least {images.num_classes}"
+            f"{images.name} has {images.num_classes} classes, beyond model.num_classes {num_classes}: set that to "
+            f"at least {images.num_classes}"
         )
     augmentation.plain(images.example(0)[0])
 

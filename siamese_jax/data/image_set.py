@@ -14,8 +14,8 @@ class ImageSet:
     """Images with labels, by index.
 
     name: for the reader. class_names: one for each class. fingerprint: of what the set consists of.
-    on_broken: what happens where an image cannot be read. 'stop' raises InputError with its name; with 'skip' the next
-    sound one takes its place, always the same one, and `broken` lists its name.
+    on_broken: what happens where an image cannot be read. 'stop' raises InputError with its name; with 'skip' the
+    next sound one takes its place, always the same one, and `broken` lists its name.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ImageSet:
         raise NotImplementedError
 
     def example(self, index: int) -> tuple[np.ndarray, int]:
-        """(uint8 [H, W, C], or float32 of latents; label): of the next sound one where it is broken and that is allowed."""
+        """(uint8 [H, W, C], or float32 of latents; label); of the next sound one in place of a broken one."""
         for tried in range(len(self)):
             place = (index + tried) % len(self)
             try:

@@ -28,7 +28,7 @@ def open_images(
 ) -> ImageSet:
     """The images of a split, 'train' or 'validation' (the test part where a set has one).
 
-    source: 'fashion_mnist' (Debian's dataset-fashion-mnist, or its four files in data_dir), 'digits' (scikit-learn's),
+    source: 'fashion_mnist' (Debian's package, or its four files in data_dir), 'digits' (scikit-learn),
     'quickstart' (the first of the two that is there), 'tfds:NAME' or a prepared TFDS folder, a folder of images by
     class, or a .npz file ('A.npz,B.npz': training, validation). on_broken: 'stop' or 'skip', see `ImageSet`.
     Raises InputError for what cannot be found or read.
@@ -65,8 +65,8 @@ def _fashion_mnist(folder: Path, split: str) -> ImageSet:
     for path in paths:
         if not path.exists():
             raise InputError(
-                f"fashion_mnist is not in {folder} ({path.name} is missing): apt-get install dataset-fashion-mnist, set "
-                "data.data_dir to a folder with its files, or take data.source=digits"
+                f"fashion_mnist is not in {folder} ({path.name} is missing): apt-get install "
+                "dataset-fashion-mnist, set data.data_dir to a folder with its files, or take data.source=digits"
             )
     images, labels = (read_idx(path) for path in paths)
     if images.ndim != 3 or labels.shape != images.shape[:1]:

@@ -1,4 +1,4 @@
-"""RandAugment (arXiv 1909.13719) with the operations and strengths of timm's 'rand-m9-mstd0.5-inc1', and colour jitter.
+"""RandAugment (arXiv 1909.13719) as timm's 'rand-m9-mstd0.5-inc1' has it, and colour jitter.
 
 All on Pillow images of one or three channels. Legend: H height, W width, C channels.
 """

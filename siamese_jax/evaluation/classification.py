@@ -1,4 +1,4 @@
-"""Top-1, top-5 and the confusion matrix of a set of images: every image counts exactly once, whatever the batch size.
+"""Top-1, top-5 and the confusion matrix of images: each counts exactly once, whatever the batch size.
 
 Legend: B batch, K classes.
 """
@@ -95,8 +95,3 @@ class ClassificationEvaluator:
         real = min(self.batch_size, size - number * self.batch_size)
         host = {name: np.asarray(values)[:real] for name, values in seen.items()}
         return number * self.batch_size + real, host.pop("label"), host
-
-
-def format_total(total: dict) -> str:
-    """The figures in one line."""
-    return f"top-1 {total['top1']:.2%}, top-5 {total['top5']:.2%}, loss {total['loss']:.4f} ({total['images']:,} images)"

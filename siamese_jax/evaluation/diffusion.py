@@ -54,7 +54,7 @@ class NoiseEvaluator:
         self._losses = compiled_on_mesh(losses, model, mesh)
 
     def __call__(self, params, progress: Callable[[int], None] | None = None, num_images: int = 0) -> dict:
-        """{'loss': mean squared error of the noise, 'vb': bits per dimension, 'images'} of the first images, 0 = all."""
+        """{'loss': mean squared error of the noise, 'vb': bits per dimension, 'images'}; num_images: 0 = all."""
         size, sums = num_images or len(self.images), np.zeros(2)
         rows = own_rows(self.mesh, self.batch_size)
         batches = evaluation_batches(self.images, self.augmentation, self.batch_size, rows, size)
@@ -79,8 +79,8 @@ class Sampler:
     """
 
     def __init__(
-        self, model: DiffusionModel, mesh: Mesh, *, num_steps: int, sampling_steps: int, method: str, guidance: float,
-        batch_size: int, eta: float = 0.0,
+        self, model: DiffusionModel, mesh: Mesh, *, num_steps: int, sampling_steps: int, method: str,
+        guidance: float, batch_size: int, eta: float = 0.0,
     ):  # fmt: skip
         config = model.config
         check_guidance("the guidance scale", guidance, config.label_dropout)

@@ -15,6 +15,7 @@ MIN_IMAGE = 64  # pixels of a side in the picture: smaller images are shown enla
 GAP = 4  # white pixels between images
 MAX_SIDE = 32_000  # pixels of a picture; the renderer ends at 65,536
 DOTS_PER_INCH = 100
+MATRIX_DOTS_PER_INCH = 150  # the names of many classes are small
 MAX_CLASSES_WITH_SHARES = 20
 MAX_CLASSES_WITH_NAMES = 100
 
@@ -29,7 +30,7 @@ def sample_grid(path: str | os.PathLike, images_by_class: dict[str, np.ndarray],
     _check_images(images_by_class)
     mosaic, centres = _mosaic(list(images_by_class.values()))
     height, width = mosaic.shape[:2]
-    figure = _figure(width / DOTS_PER_INCH, height / DOTS_PER_INCH)
+    figure = _figure(width / DOTS_PER_INCH, height / DOTS_PER_INCH, DOTS_PER_INCH)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.imshow(mosaic, interpolation="none", aspect="auto")
     axes.set_xticks([])
@@ -89,8 +90,8 @@ def confusion_matrix(
     _check_counts(counts, class_names)
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(100.0 * counts, totals, out=np.full(counts.shape, np.nan), where=totals > 0)
-    side = float(np.clip(0.42 * len(counts), 2.6, 14))
-    figure = _figure(side, side)
+    side = float(np.clip(0.42 * len(counts), 2.6, 15))  # inches
+    figure = _figure(side, side, MATRIX_DOTS_PER_INCH)
     axes = figure.add_axes((0, 0, 1, 1))
     colours = axes.imshow(shares, cmap=_colours(), vmin=0, vmax=100, interpolation="none")
     _label_classes(axes, class_names)
@@ -124,9 +125,10 @@ def _colours():
 
 
 def _label_classes(axes, class_names: Sequence[str]) -> None:
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    if len(class_names) > MAX_CLASSES_WITH_NAMES:
+    numbered = ", number" if len(class_names) > MAX_CLASSES_WITH_NAMES else ""
+    axes.set_xlabel(f"predicted class{numbered}")
+    axes.set_ylabel(f"true class{numbered}")
+    if numbered:
         return
     size = float(np.clip(260 / len(class_names), 5, 9))
     places = range(len(class_names))
@@ -141,17 +143,17 @@ def _write_shares(axes, shares_CC: np.ndarray) -> None:
             axes.text(column, row, f"{share:.1f}", ha="center", va="center", fontsize=7, color=colour)
 
 
-def _figure(width: float, height: float):
-    """A figure in inches that is drawn without a screen."""
+def _figure(width: float, height: float, dots_per_inch: int):
+    """A figure, in inches, that is drawn without a screen."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure((width, height), dpi=DOTS_PER_INCH, facecolor="white")
+    figure = Figure((width, height), dpi=dots_per_inch, facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _save(figure, path: str | os.PathLike) -> None:
-    """With room for what stands outside the axes."""
+    """Writes the PNG, with room for what stands outside the axes."""
     with whole_file(path) as file:
         figure.savefig(file, format="png", bbox_inches="tight", pad_inches=0.1)

@@ -3,6 +3,7 @@
 The mesh and the attention kernel of the training run do not matter: a checkpoint opens on any machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from siamese_jax.errors import InputError
 from siamese_jax.evaluation.perplexity import Evaluator
 from siamese_jax.layers.attention import NEEDS
 from siamese_jax.layers.platform import target_platform
-from siamese_jax.models.families import parameter_shapes
-from siamese_jax.models.language import LanguageModel
+from siamese_jax.models.families import make_model, parameter_shapes
+from siamese_jax.models.transformer import TransformerModel
 from siamese_jax.parallel.mesh import make_mesh
 from siamese_jax.parallel.rules import parameter_shardings, widest_fsdp, with_shardings
 from siamese_jax.run_folder import CHECKPOINTS, read_config
@@ -36,8 +37,8 @@ class OpenRun:
 
     workdir: str
     config: ml_collections.ConfigDict
-    model: LanguageModel
-    tokenizer: Any
+    model: TransformerModel
+    tokenizer: Any  # None where there is no text
     mesh: Mesh
 
     @property
@@ -60,8 +61,8 @@ def open_run(workdir: str, step: int | None = None) -> OpenRun:
     """Reads a run folder; InputError where it is none, or has no checkpoint (of that step)."""
     config = read_config(workdir)
     own = model_config(config)
-    if NEEDS.get(model_config.attention, target_platform()) != target_platform():
-        model_config = dataclasses.replace(model_config, attention="auto")  # a kernel of the training's machine
+    if NEEDS.get(own.attention, target_platform()) != target_platform():
+        own = dataclasses.replace(own, attention="auto")  # a kernel of the training's machine
     folder = Path(workdir) / CHECKPOINTS
     steps = available_steps(folder)
     if not steps:
@@ -69,10 +70,11 @@ def open_run(workdir: str, step: int | None = None) -> OpenRun:
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps))
         raise InputError(f"there is no checkpoint {step} in {folder}; there are: {listed}")
-    tokenizer = make_tokenizer(config.data.tokenizer, config.data.end_of_text)
-    fsdp = widest_fsdp(parameter_shapes(model_config), jax.device_count())
+    is_text = config.family == "language"
+    tokenizer = make_tokenizer(config.data.tokenizer, config.data.end_of_text) if is_text else None
+    fsdp = widest_fsdp(parameter_shapes(own), jax.device_count())
     mesh = make_mesh({"data": -1, "fsdp": fsdp, "tensor": 1})
-    return OpenRun(str(workdir), config, LanguageModel(model_config), tokenizer, mesh)
+    return OpenRun(str(workdir), config, make_model(own), tokenizer, mesh)
 
 
 def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], None] = print) -> Weights:
@@ -91,7 +93,7 @@ def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], 
         raise InputError(f"there is no checkpoint in {run.checkpoints}: train first, or correct --workdir")
     found_step, state, about = found
     trained = about["data"]["tokenizer"]
-    if trained != run.tokenizer.fingerprint:
+    if run.tokenizer is not None and trained != run.tokenizer.fingerprint:
         raise InputError(
             f"the tokenizer changed: {run.workdir} was trained with {trained}, "
             f"{run.config.data.tokenizer} is {run.tokenizer.fingerprint} now: restore the file"
@@ -117,8 +119,28 @@ def open_store(
     return store
 
 
-def evaluate_run(
-    workdir: str,
+@contextlib.contextmanager
+def progress_bar(total: int, unit: str):
+    """A function (so many are done) that shows a bar after two seconds, in process 0."""
+    others = jax.process_index() != 0
+    with tqdm(total=total, unit=unit, delay=2, leave=False, dynamic_ncols=True, disable=others) as bar:
+        yield lambda done: bar.update(done - bar.n)
+
+
+def told(run: OpenRun, weights: Weights) -> dict[str, Any]:
+    """What every result tells of the model."""
+    return {
+        "workdir": run.workdir,
+        "family": run.config.family,
+        "step": weights.step,
+        "checkpoint": weights.path,
+        "averaged": weights.averaged,
+        "residual": run.config.model.residual,
+    }
+
+
+def evaluate_language(
+    run: OpenRun,
     *,
     step: int | None = None,
     split: str | None = None,
@@ -129,7 +151,7 @@ def evaluate_run(
     field: str | None = None,
     say: Callable[[str], None] = print,
 ) -> dict:
-    """The result of eval.py as one dict that JSON can hold; its 'total' and 'sources' hold the figures.
+    """What eval.py finds of a language model, as JSON can hold it; 'total' and 'sources' hold the figures.
 
     Args:
         step: of the checkpoint; None = the newest sound one.
@@ -141,7 +163,6 @@ def evaluate_run(
     for name, value, least in (("batch_size", batch_size, 1), ("max_windows", max_windows, 0)):
         if value is not None and value < least:
             raise InputError(f"{name} is {value}: it must be at least {least}")
-    run = open_run(workdir, step)
     source = ",".join(sources) if sources else None
     split = split or ("all" if sources else "validation")
     store = open_store(run, split, source, cache_dir, field)
@@ -151,17 +172,10 @@ def evaluate_run(
         cross_documents=run.config.data.cross_documents, max_windows=max_windows,
     )  # fmt: skip
     weights = restore_weights(run, step, say)
-    others = jax.process_index() != 0
-    with tqdm(
-        total=evaluator.num_windows, unit="window", delay=2, leave=False, dynamic_ncols=True, disable=others
-    ) as bar:
-        figures = evaluator(weights.params, lambda done: bar.update(done - bar.n))
+    with progress_bar(evaluator.num_windows, "window") as progress:
+        figures = evaluator(weights.params, progress)
     return {
-        "workdir": run.workdir,
-        "step": weights.step,
-        "checkpoint": weights.path,
-        "averaged": weights.averaged,
-        "residual": run.config.model.residual,
+        **told(run, weights),
         "source": run.config.data.source if source is None else source,
         "split": split,
         "length": run.config.data.length,

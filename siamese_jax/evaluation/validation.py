@@ -114,8 +114,8 @@ class DiffusionValidation:
             classes = range(min(images.num_classes, config.eval.classes))
             sampler = Sampler(
                 self.parts.model, self.parts.mesh, num_steps=config.training.diffusion_steps,
-                sampling_steps=config.eval.sampling_steps, method=config.eval.sampler, guidance=config.eval.guidance,
-                batch_size=config.eval.batch_size,
+                sampling_steps=config.eval.sampling_steps, method=config.eval.sampler,
+                guidance=config.eval.guidance, batch_size=config.eval.batch_size,
             )  # fmt: skip
             labels = [label for label in classes for _ in range(each)]
             made = to_pixels(sampler(params, labels, seed=config.seed), self.parts.data.loader.augmentation)

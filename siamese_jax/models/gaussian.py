@@ -23,7 +23,7 @@ HALF_BIN = 1 / 255  # pixels lie from -1 to 1 in 256 steps
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """q(x_t | x_0) = N(sqrt(abar_t) x_0, 1 - abar_t) with linear betas; `kept`: the steps that sampling takes, or all."""
+    """q(x_t | x_0) = N(sqrt(abar_t) x_0, 1 - abar_t), linear betas; kept: the steps that sampling takes."""
 
     num_steps: int = 1000
     kept: tuple[int, ...] | None = None
@@ -81,7 +81,8 @@ def _every(total: int, num_steps: int) -> tuple[int, ...]:
     if num_steps not in strides:
         near = sorted(strides, key=lambda count: abs(count - num_steps))[:2]
         raise InputError(
-            f"ddim cannot take {num_steps} steps of {total} at one distance: take {' or '.join(map(str, sorted(near)))}"
+            f"ddim cannot take {num_steps} steps of {total} at one distance: take "
+            f"{' or '.join(map(str, sorted(near)))}"
         )
     return tuple(range(0, total, strides[num_steps]))
 

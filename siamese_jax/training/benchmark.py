@@ -124,7 +124,7 @@ def benchmark(config: ml_collections.ConfigDict, schemes: Sequence[str], rounds:
 
 def _row(contender: Contender, first_seconds: list[float], peak: float | None) -> dict:
     plan, seconds = contender.plan, statistics.median(contender.seconds)
-    config, model = plan.config, plan.model_config
+    model = plan.model_config
     ratios = [own / first for own, first in zip(contender.seconds, first_seconds, strict=True)]
     rate, flops, unit = plan.units_per_step / seconds, plan.flops_per_unit, plan.task.unit
     return {

@@ -68,7 +68,8 @@ class LanguageTask(Task):
         total = tokens * config.training.steps
         return (
             f"data: {data.train.num_tokens:,} training and {data.validation.num_tokens:,} validation tokens; "
-            f"an update takes {tokens:,}, the run {format_count(total)} ({total / data.train.num_tokens:.2f} epochs)"
+            f"an update takes {tokens:,}, the run {format_count(total)} "
+            f"({total / data.train.num_tokens:.2f} epochs)"
         )
 
     def random_batch(self, config, model):

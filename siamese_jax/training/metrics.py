@@ -148,7 +148,7 @@ class Throughput:
             self.resume()
 
     def summary(self) -> dict[str, float]:
-        """tokens_per_second (or images_per_second), step_seconds, eta_seconds, mfu with a known peak; {} before two ticks.
+        """tokens_per_second (or images_...), step_seconds, eta_seconds, mfu with a known peak; {} before two ticks.
 
         The time to go is that of the training steps alone, without validations and checkpoints to come.
         """
@@ -189,8 +189,7 @@ def flops_per_token(
 def flops_per_image(model, shapes, num_tokens: int) -> int:
     """FLOPs of forward and backward for one image, counted as `flops_per_token` counts.
 
-    The matrices of attention and MLP multiply every token, those of `model.per_patch` every patch, all others an image
-    once.
+    The matrices of attention and MLP multiply every token, those of `model.per_patch` every patch, others once.
 
     Args:
         model: its configuration. shapes: its parameters. num_tokens: positions of the stack.

@@ -44,7 +44,8 @@ _VALIDATION = {
         f"perplexity {total['perplexity']:.3f} a token ({total['tokens']:,} tokens)"
     ),
     "vision": lambda total: (
-        f"top-1 {total['top1']:.2%}, top-5 {total['top5']:.2%}, loss {total['loss']:.4f} ({total['images']:,} images)"
+        f"top-1 {total['top1']:.2%}, top-5 {total['top5']:.2%}, loss {total['loss']:.4f} "
+        f"({total['images']:,} images)"
     ),
     "diffusion": lambda total: (
         f"noise error {total['loss']:.4f}, variational bound {total['vb']:.4f} bits per dimension "

@@ -54,7 +54,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """(state, batch) -> (state, metrics); the caller jits it and donates the state.
 
-    prepare(batch, key): what is done to the whole batch first, with a key that is a function of the seed and the step.
+    prepare(batch, key): what is done to the whole batch first; the key is a function of the seed and the step.
     """
 
     def train_step(state: TrainState, batch: Batch):

@@ -22,8 +22,8 @@ Loss = Callable[[Any, Batch, jax.Array], tuple[jax.Array, jax.Array]]
 class Data:
     """The data of a run, opened and checked.
 
-    loader: has `batch(step)` of the rows that this process holds, and `rows`. train, validation: the stores or image
-    sets. fingerprint: of what is trained on. tokenizer: None where there is no text.
+    loader: has `batch(step)` of the rows that this process holds, and `rows`. train, validation: stores or sets of
+    images. fingerprint: of what is trained on. tokenizer: None where there is no text.
     """
 
     loader: Any

@@ -69,7 +69,8 @@ def describe_images(config, data: Data) -> str:
     total = config.training.steps * config.training.batch_size
     return (
         f"data: {data.train.name}, {len(data.train):,} training and {len(data.validation):,} validation images of "
-        f"{data.train.num_classes} classes; the run sees {format_count(total)} ({total / len(data.train):.2f} epochs)"
+        f"{data.train.num_classes} classes; the run sees {format_count(total)} "
+        f"({total / len(data.train):.2f} epochs)"
     )
 
 
