@@ -60,7 +60,7 @@ flags.DEFINE_string("picture", "", "Images: PNG of the confusion matrix, or of t
 flags.DEFINE_integer("samples_per_class", 0, "Diffusion: samples of every class; 0 = none.", 0)
 flags.DEFINE_integer("classes", 0, "Diffusion: only the first so many classes; 0 = all.", 0)
 flags.DEFINE_enum("sampler", None, SAMPLERS, "Diffusion: how samples are made; that of the run unless given.")
-flags.DEFINE_integer("sampling_steps", None, "Diffusion: steps of a sample; those of the run unless given.", 1)
+flags.DEFINE_integer("sampling_steps", None, "Diffusion: steps of a sample; those of the run unless given.", 2)
 flags.DEFINE_float("guidance", None, "Diffusion: scale of guidance, 1 = none; that of the run unless given.", 0.0)
 flags.DEFINE_float("eta", 0.0, "Diffusion: noise that ddim adds, 1 = as much as ddpm.", 0.0)
 flags.DEFINE_integer("seed", 0, "Diffusion: of the samples.", 0)

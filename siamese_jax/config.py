@@ -16,6 +16,7 @@ from ml_collections import config_dict
 
 from siamese_jax.errors import InputError
 from siamese_jax.models.families import FAMILIES, check_model
+from siamese_jax.models.gaussian import MIN_STEPS, Process
 from siamese_jax.models.transformer import TransformerConfig
 from siamese_jax.residual.scheme import known_schemes, resolve_options, scheme_options
 from siamese_jax.training.optimizer import check_optimizer
@@ -194,10 +195,10 @@ AT_LEAST = {
     "data.length": 1, "data.padding": 0, "data.repeats": 1, "data.workers": 0, "data.rand_augment_layers": 0,
     "data.rand_augment_magnitude": 0, "data.rand_augment_std": 0, "data.color_jitter": 0,
     "training.batch_size": 1, "training.accumulation": 1, "training.z_loss": 0, "training.sequences_per_device": 0,
-    "training.mixup": 0, "training.cutmix": 0, "training.diffusion_steps": 2,
+    "training.mixup": 0, "training.cutmix": 0, "training.diffusion_steps": MIN_STEPS,
     "checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.keep_every": 0, "eval.every": 0,
     "eval.batch_size": 1, "eval.max_windows": 0, "eval.max_images": 0, "eval.sample_tokens": 0,
-    "eval.temperature": 0, "eval.samples_per_class": 0, "eval.classes": 1, "eval.sampling_steps": 1,
+    "eval.temperature": 0, "eval.samples_per_class": 0, "eval.classes": 1, "eval.sampling_steps": 2,
     "eval.guidance": 0, "logging.every": 1, "logging.streams_every": 0,
 }  # fmt: skip
 CHOICES = {
@@ -248,11 +249,10 @@ def check_config(config: ml_collections.ConfigDict) -> None:
 
 def _check_sampling(config: ml_collections.ConfigDict) -> None:
     check_guidance("eval.guidance", config.eval.guidance, config.model.label_dropout)
-    if config.eval.sampling_steps > config.training.diffusion_steps:
-        raise InputError(
-            f"eval.sampling_steps {config.eval.sampling_steps} is more than the "
-            f"training.diffusion_steps {config.training.diffusion_steps}: take at most as many"
-        )
+    try:
+        Process(config.training.diffusion_steps).spaced(config.eval.sampling_steps, config.eval.sampler)
+    except InputError as error:
+        raise InputError(f"training.diffusion_steps, eval.sampling_steps and eval.sampler: {error}") from error
 
 
 def check_guidance(name: str, scale: float, label_dropout: float) -> None:

@@ -209,9 +209,7 @@ def format_image_result(result: dict) -> str:
         )
         lines += _by_class(result)
         if result["broken"]:
-            lines.append(
-                f"{len(result['broken'])} broken image(s), the next one in their place: {result['broken'][0]}"
-            )
+            lines.append(f"{len(result['broken'])} broken image(s), replaced by others: {result['broken'][0]}")
         if result["picture"]:
             lines.append(f"picture: {result['picture']}")
         return "\n".join(lines)
@@ -252,8 +250,8 @@ def _sample_lines(samples: dict | None) -> list[str]:
         lines.append(f"the classifier sees the asked class in {samples['agreement']:.2%} of them: {classes}")
     if "frechet_distance" in samples:
         lines.append(
-            f"Frechet distance {samples['frechet_distance']:.3f} by {samples['features']}: comparable only with the "
-            "same features and number of samples, and not the published FID (Inception's, 50,000 samples)"
+            f"Frechet distance {samples['frechet_distance']:.3f} by {samples['features']}: comparable only with "
+            "the same features and number of samples, and not the published FID (Inception's, 50,000 samples)"
         )
     lines += [f"{what}: {samples[key]}" for what, key in WRITTEN.items() if key in samples]
     return lines

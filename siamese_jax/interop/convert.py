@@ -1,4 +1,4 @@
-"""Converts language models between PyTorch checkpoints and run folders of this library, both ways, bit for bit.
+"""Converts models between PyTorch checkpoints and run folders of this library, both ways, bit for bit.
 
     python -m siamese_jax.interop.convert --from=CHECKPOINT --to=DIR
     python -m siamese_jax.interop.convert --from=DIR --to=model.safetensors
@@ -8,6 +8,8 @@ From PyTorch: CHECKPOINT is a .safetensors, .pt or .bin file, an index of severa
 or a folder with one of them; its YAML or JSON configuration lies beside it (or --config_file names it). Read are
   reference     OLMo v1, HybridNorm and SiameseNorm (hybrid-pre) as the reference code names them
   huggingface   Llama, Qwen3, OLMo and OLMo 2 as transformers names them
+  deit, dit     DeiT (timm's names, its ViT too) and DiT, Pre-Norm and SiameseNorm; their configuration holds the
+                arguments of the class, or is told by the shapes of the weights
 DIR becomes a run folder that eval.py takes, with a config.py for train.py. Weights are float32 there.
 
 To PyTorch: DIR is a run folder; its newest sound checkpoint is taken unless --step says otherwise, and the
@@ -39,18 +41,25 @@ from tqdm import tqdm
 
 from siamese_jax import __version__, program
 from siamese_jax.checkpoint import open_weights, write_weights
-from siamese_jax.config import base_config, language_config, resolved
+from siamese_jax.config import base_config, model_config, resolved
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import FaultError, InputError
-from siamese_jax.interop import huggingface, reference
+from siamese_jax.interop import huggingface, images, reference
 from siamese_jax.interop.keys import read_json, read_yaml
 from siamese_jax.interop.layout import Layout, check_tensors
 from siamese_jax.interop.weights import PICKLES, SAFETENSORS, SafetensorsWriter, open_weights_file
-from siamese_jax.models.families import check_model, parameter_shapes
+from siamese_jax.models.families import check_model, family_name, parameter_shapes
 from siamese_jax.models.language import LanguageConfig
+from siamese_jax.models.transformer import TransformerConfig
 from siamese_jax.run_folder import CHECKPOINTS, CONFIG, read_config, write_json
 
-LAYOUTS = {"reference": reference.layout, "huggingface": huggingface.layout}
+LAYOUTS = {
+    "reference": reference.layout,
+    "huggingface": huggingface.layout,
+    "deit": images.vision_layout,
+    "dit": images.diffusion_layout,
+}
+LAYOUTS_OF = {"language": ("reference", "huggingface"), "vision": ("deit",), "diffusion": ("dit",)}
 DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = "model.safetensors"
 STEP = 0  # of a converted checkpoint: no update was done here
@@ -93,6 +102,21 @@ def read_foreign_config(weights: pathlib.Path, given: str | None) -> tuple[pathl
     return path, found
 
 
+def find_foreign_config(
+    source: pathlib.Path, given: str | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, dict[str, Any]]:
+    """(where it is from, model configuration): of image models without arguments, told by their shapes."""
+    inferred = None if given else images.inferred_config(shapes)
+    if inferred is None:
+        path, found = read_foreign_config(source, given)
+        return path.name, found
+    with contextlib.suppress(InputError):
+        path, found = read_foreign_config(source, None)
+        if images.is_deit(found) or images.is_dit(found):
+            return path.name, found
+    return "the shapes of its weights", inferred
+
+
 def _config_beside(weights: pathlib.Path) -> pathlib.Path:
     names = ["config.json", "config.yaml", "config.yml"]
     folder = weights if weights.is_dir() else weights.parent
@@ -106,9 +130,16 @@ def _config_beside(weights: pathlib.Path) -> pathlib.Path:
 
 def foreign_model(
     theirs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], exclude_padding: bool = False
-) -> tuple[str, LanguageConfig, Layout]:
+) -> tuple[str, TransformerConfig, Layout]:
     """(name of the layout, our configuration, layout) of a PyTorch model; InputError where there is none here."""
-    if huggingface.is_huggingface(theirs):
+    is_image = images.is_deit(theirs) or images.is_dit(theirs)
+    if is_image and exclude_padding:
+        raise InputError("--exclude_padding: an image model has no vocabulary")
+    if images.is_deit(theirs):
+        name, model = "deit", images.vision_config(theirs, shapes)
+    elif images.is_dit(theirs):
+        name, model = "dit", images.diffusion_config(theirs, shapes)
+    elif huggingface.is_huggingface(theirs):
         if exclude_padding:
             raise InputError(
                 "--exclude_padding: a configuration of transformers does not say which rows are padding"
@@ -134,17 +165,26 @@ def import_checkpoint(
     if folder.suffix in (SAFETENSORS, *PICKLES):
         raise InputError(f"--to {to}: from PyTorch a run folder is made, not a {folder.suffix} file")
     _check_absent(folder)
-    config_path, theirs = read_foreign_config(pathlib.Path(source), config_file)
+    if config_file:
+        read_foreign_config(pathlib.Path(source), config_file)  # a wrong one ends here, whatever the weights
     with open_weights_file(source) as weights:
         found = dict(weights.shapes)
+        config_name, theirs = find_foreign_config(pathlib.Path(source), config_file, found)
         layout_name, model, layout = foreign_model(theirs, found, exclude_padding)
         if layout_name == "huggingface":
             _check_tied(source, weights, model)
             found = {name: shape for name, shape in found.items() if not huggingface.superfluous(name, model)}
-        check_tensors(layout.tensors(), found, f"{source} ({config_path.name})")
+        check_tensors(layout.tensors(), found, f"{source} ({config_name})")
+        layout.check_fixed(weights.read, str(source))
         for name in found:
             weights.check_type(name)
-        tokenizer, fingerprint = _tokenizer_of(source, tokenizer, say)
+        fingerprint = None
+        if isinstance(model, LanguageConfig):
+            tokenizer, fingerprint = _tokenizer_of(source, tokenizer, say)
+        elif tokenizer:
+            raise InputError("--tokenizer: an image model reads no text, leave it out")
+        else:
+            say(f"configuration: {config_name}: {', '.join(f'{key} {value}' for key, value in theirs.items())}")
         config = _run_config(model, theirs, tokenizer)
         about = {
             "tokens": 0,
@@ -172,6 +212,7 @@ def import_checkpoint(
     return {
         "from": str(source), "to": str(to), "layout": layout_name, "residual": model.residual,
         "parameters": _count(layout), "tensors": len(layout.tensors()), "step": STEP,
+        "example": "TEXT" if isinstance(model, LanguageConfig) else "IMAGES",
     }  # fmt: skip
 
 
@@ -186,14 +227,17 @@ def _check_tied(source: str, weights, model: LanguageConfig) -> None:
             )
 
 
-def _run_config(model: LanguageConfig, theirs: Mapping[str, Any], tokenizer: str):
-    config = base_config()
+def _run_config(model: TransformerConfig, theirs: Mapping[str, Any], tokenizer: str | None):
+    config = base_config(family_name(model))
     values = dataclasses.asdict(model)
     options = dict(values.pop("residual_options"))
     for key, value in values.items():
         config.model[key] = value
     for key, value in options.items():
         config.model.residual_options[key] = value
+    if tokenizer is None:
+        config.data.normalise = "imagenet" if config.family == "vision" and model.channels == 3 else "half"
+        return config
     config.data.tokenizer = tokenizer
     length = theirs.get("max_sequence_length") or theirs.get("max_position_embeddings")
     if isinstance(length, int) and length > 0:
@@ -216,7 +260,8 @@ def _tokenizer_of(source: str, given: str | None, say) -> tuple[str, str]:
 
 def _config_py(config, source: str, to: str) -> str:
     """A configuration file that starts from these weights."""
-    default = base_config()
+    default, is_text = base_config(config.family), config.family == "language"
+    data = ("tokenizer", "length") if is_text else ("normalise",)
     changed = [
         f"    config.model.{key} = {value!r}"
         for key, value in config.model.items()
@@ -229,10 +274,10 @@ def _config_py(config, source: str, to: str) -> str:
     ]
     lines = [
         f'"""The model of {pathlib.Path(source).name}, from its weights; set data, training and schedule."""',
-        "", "from siamese_jax.config import base_config", "", "", "def get_config():", "    config = base_config()",
+        "", "from siamese_jax.config import base_config", "", "", "def get_config():",
+        "    config = base_config()" if is_text else f"    config = base_config({config.family!r})",
         *changed,
-        f"    config.data.tokenizer = {config.data.tokenizer!r}",
-        f"    config.data.length = {config.data.length}",
+        *(f"    config.data.{key} = {config.data[key]!r}" for key in data),
         f"    config.training.init_from = {str(pathlib.Path(to).absolute())!r}",
         "    return config", "",
     ]  # fmt: skip
@@ -260,18 +305,23 @@ def export_checkpoint(
     if is_file:
         _check_absent(target.with_suffix(".json"))
     config = read_config(source)
-    model = language_config(config)
+    model = model_config(config)
     with open_weights(pathlib.Path(source) / CHECKPOINTS, step, log=say) as opened:
         origin = opened.about.get("converted") or {}
-        layout_name = layout or origin.get("layout", "reference")
+        fitting = LAYOUTS_OF[config.family]
+        if layout and layout not in fitting:
+            raise InputError(
+                f"--layout {layout} is not for the {config.family} model of {source}: it has {', '.join(fitting)}"
+            )
+        layout_name = layout or origin.get("layout", fitting[0])
         built = LAYOUTS[layout_name](model)
         base = origin.get("config", {}) if origin.get("layout") == layout_name else {}
-        theirs = _foreign_config(layout_name, model, base, config.data.length, dtype)
+        theirs = _foreign_config(layout_name, model, base, config, dtype)
         top = "ema/params" if config.optimizer.ema > 0 else "params"
         entries = {f"{top}/{path}": entry for path, entry in built.entries(model).items()}
         _check_stored(source, model, top, opened.shapes)
         say(f"{source}: checkpoint {opened.step}, {layout_name} layout, {_described(model, built)}")
-        if model.vocab_size < model.padded_vocab:
+        if isinstance(model, LanguageConfig) and model.vocab_size < model.padded_vocab:
             say(
                 f"note: rows {model.vocab_size} to {model.padded_vocab - 1} of the vocabulary only pad it: "
                 "PyTorch takes them into its softmax, this library does not"
@@ -282,7 +332,9 @@ def export_checkpoint(
                 for name, entry in entries.items():
                     for tensor_name, tensor in entry.split(opened.read(name)):
                         writer.write(tensor_name, _counted(bar, tensor))
-            if is_file or layout_name == "huggingface":
+                for name, tensor in built.fixed.items():
+                    writer.write(name, tensor)
+            if is_file or layout_name != "reference":
                 write_json(building / "config.json", theirs)
             else:
                 (building / "config.yaml").write_text(yaml.safe_dump({"model": theirs}, sort_keys=False))
@@ -299,13 +351,17 @@ def export_checkpoint(
         }  # fmt: skip
 
 
-def _foreign_config(layout: str, model: LanguageConfig, base: Mapping, length: int, dtype: str) -> dict[str, Any]:
+def _foreign_config(layout: str, model: TransformerConfig, base: Mapping, config, dtype: str) -> dict[str, Any]:
+    if layout in ("deit", "dit"):
+        return images.reference_config(model, base)
     if layout == "huggingface":
-        return huggingface.huggingface_config(model, base, length, dtype)
-    return reference.reference_config(model, {"max_sequence_length": length} | dict(base))
+        return huggingface.huggingface_config(model, base, config.data.length, dtype)
+    return reference.reference_config(model, {"max_sequence_length": config.data.length} | dict(base))
 
 
-def _check_stored(source: str, model: LanguageConfig, top: str, stored: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_stored(
+    source: str, model: TransformerConfig, top: str, stored: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
     wanted = flax.traverse_util.flatten_dict({top: parameter_shapes(model)}, sep="/")
     found = {name: tuple(leaf.shape) for name, leaf in stored.items() if name.startswith(f"{top}/")}
     check_tensors({name: leaf.shape for name, leaf in wanted.items()}, found, f"the checkpoint of {source}")
@@ -342,7 +398,7 @@ def _check_absent(path: pathlib.Path) -> None:
         raise InputError(f"{path} exists: it is never written over; name another --to or remove it")
 
 
-def _described(model: LanguageConfig, layout: Layout) -> str:
+def _described(model: TransformerConfig, layout: Layout) -> str:
     return f"{model.residual}, {_count(layout):,} parameters"
 
 
@@ -393,7 +449,7 @@ def main() -> None:
         how = "AutoModelForCausalLM.from_pretrained" if result["layout"] == "huggingface" else "load_state_dict"
         program.say(f"next: {how} in PyTorch, or back with --from={to}")
     else:
-        program.say(f"next: python eval.py --workdir={to} --data.source=TEXT")
+        program.say(f"next: python eval.py --workdir={to} --data.source={result['example']}")
         program.say(f"      python train.py --config={to}/config.py --workdir=NEW   (starts from these weights)")
 
 

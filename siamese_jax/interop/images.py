@@ -104,6 +104,41 @@ def _share(given: Mapping[str, Any], key: str) -> float:
     return 0.0 if given[key] == 0 else keys.number(given, key)
 
 
+def inferred_config(shapes: Mapping[str, Shape]) -> dict[str, Any] | None:
+    """The arguments of DeiT or DiT that parameters of these shapes have, or None where they are neither's.
+
+    Files of timm and DiT bring no arguments. All but the number of heads stand in the shapes; heads are 64 wide,
+    as in every published DeiT and DiT but DiT-XL, whose 16 are 72 wide.
+    """
+    depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
+    family = next((family for family, name in PATCHES.items() if f"{name}.weight" in shapes), None)
+    if family is None or not depth or "blocks.0.mlp.fc1.weight" not in shapes:
+        return None
+    width, channels, side, _ = shapes[f"{PATCHES[family]}.weight"]
+    heads = 16 if width == 1152 else width // 64
+    common = {
+        "patch_size": side, "depth": depth, "num_heads": heads,
+        "mlp_ratio": shapes["blocks.0.mlp.fc1.weight"][0] / width,
+    }  # fmt: skip
+    length = shapes.get("pos_embed", (0, 0, 0))[1]
+    if heads < 1 or width % heads or not length:
+        raise InputError(
+            f"the number of heads of width {width} cannot be told: give --config_file with the arguments"
+        )
+    if family == "vision":
+        distilled = "dist_token" in shapes
+        return common | {
+            "img_size": side * round((length - 1 - distilled) ** 0.5), "in_chans": channels, "embed_dim": width,
+            "num_classes": shapes.get("head.weight", (0,))[0], "distilled": distilled,
+        }  # fmt: skip
+    outputs = shapes.get("final_layer.linear.weight", (0,))[0] // side**2
+    return common | {
+        "input_size": side * round(length**0.5), "in_channels": channels, "hidden_size": width,
+        "num_classes": shapes.get("y_embedder.embedding_table.weight", (0,))[0] - 1, "class_dropout_prob": 0.1,
+        "learn_sigma": outputs == 2 * channels,
+    }  # fmt: skip
+
+
 # ------------------------------------------------------------------------------ our configuration -> theirs
 
 

@@ -40,7 +40,12 @@ FAMILIES = {
 
 def family_of(config: TransformerConfig) -> Family:
     """The family that a model configuration belongs to."""
-    return next(family for family in FAMILIES.values() if family.config is type(config))
+    return FAMILIES[family_name(config)]
+
+
+def family_name(config: TransformerConfig) -> str:
+    """Its name in configurations."""
+    return next(name for name, family in FAMILIES.items() if family.config is type(config))
 
 
 def make_model(config: TransformerConfig) -> nn.Module:

@@ -18,6 +18,7 @@ from siamese_jax.layers.norms import statistics_type
 Array = jax.Array
 FIRST_BETA, LAST_BETA = 1e-4, 0.02  # of 1000 steps
 SAMPLERS = ("ddpm", "ddim")
+MIN_STEPS = 21  # with 20, the betas scaled to so few steps end at 1: no signal would be left
 HALF_BIN = 1 / 255  # pixels lie from -1 to 1 in 256 steps
 
 
@@ -27,6 +28,10 @@ class Process:
 
     num_steps: int = 1000
     kept: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if self.num_steps < MIN_STEPS:
+            raise InputError(f"a diffusion process has {self.num_steps} steps: set {MIN_STEPS} or more")
 
     @functools.cached_property
     def steps(self) -> np.ndarray:
@@ -62,17 +67,19 @@ class Process:
 
     def spaced(self, num_steps: int, method: str) -> "Process":
         """The process that sampling in fewer steps follows: evenly spread for ddpm, every k-th step for ddim."""
-        if not 1 <= num_steps <= self.num_steps:
+        _check_method(method)
+        if not 2 <= num_steps <= self.num_steps:
             raise InputError(
-                f"{num_steps} sampling steps do not fit a process of {self.num_steps}: take 1 to that many"
+                f"{num_steps} sampling steps do not fit a process of {self.num_steps}: take 2 to that many"
             )
         return dataclasses.replace(self, kept=_SPACINGS[method](self.num_steps, num_steps))
 
 
 def _evenly(total: int, num_steps: int) -> tuple[int, ...]:
     """From the first step to the last, as improved-diffusion rounds them."""
-    stride = (total - 1) / (num_steps - 1) if num_steps > 1 else 1.0
-    return tuple(round(i * stride) for i in range(num_steps))
+    # Added up, not multiplied out: where a step falls on a half, it is this sum that the reference rounds.
+    places = np.cumsum(np.append(0.0, np.full(num_steps - 1, (total - 1) / (num_steps - 1))))
+    return tuple(int(place) for place in np.rint(places))
 
 
 def _every(total: int, num_steps: int) -> tuple[int, ...]:
@@ -132,6 +139,7 @@ def hybrid_losses(
     the C channels of the noise. DiT's loss is the sum of both.
     """
     channels = x0_BHWC.shape[-1]
+    _check_channels(output_BHWX, channels)
     wide = output_BHWX.astype(statistics_type(output_BHWX.dtype))
     mse_B = jnp.mean(jnp.square(wide[..., :channels] - noise_BHWC), axis=(1, 2, 3))
     if output_BHWX.shape[-1] == channels:
@@ -171,12 +179,15 @@ def sample(
     *,
     method: str = "ddpm",
     eta: float = 0.0,
+    clip: bool = False,
 ) -> Array:
     """x_0 from noise along a process that `Process.spaced` made.
 
     predict(x_t, original steps int32 [B]) -> output. keys: a raw random key for every row, uint32 [B, 2], so that a
     sample does not depend on the batch that it is made in. eta: of ddim, 0 = no further noise.
+    clip: holds each predicted x_0 within -1 and 1. InputError for a method, eta, keys or output that cannot be.
     """
+    _check_sampling(method, eta, len(noise_BHWC), len(keys_B2))
     wide = statistics_type(noise_BHWC.dtype)
     update = _ddpm if method == "ddpm" else functools.partial(_ddim, eta=eta)
     original = jnp.asarray(process.steps)
@@ -184,6 +195,9 @@ def sample(
     def one(x_t, step):
         t_B = jnp.full(len(x_t), step)
         output = predict(x_t, original[t_B]).astype(wide)
+        _check_channels(output, x_t.shape[-1])
+        if clip:
+            output = _clipped(process, output, x_t, t_B)
 
         def draw(key_2):
             return jax.random.normal(jax.random.fold_in(jax.random.wrap_key_data(key_2), step), x_t.shape[1:], wide)
@@ -192,6 +206,37 @@ def sample(
         return update(process, output, x_t, t_B, fresh), None
 
     return jax.lax.scan(one, noise_BHWC.astype(wide), jnp.arange(len(process.steps))[::-1])[0]
+
+
+def _check_method(method: str) -> None:
+    if method not in SAMPLERS:
+        raise InputError(f"the sampling method is {method!r}: choose one of {', '.join(map(repr, SAMPLERS))}")
+
+
+def _check_sampling(method: str, eta: float, num_images: int, num_keys: int) -> None:
+    _check_method(method)
+    if not 0 <= eta <= (method == "ddim"):
+        raise InputError(
+            f"eta is {eta} with the sampling method {method!r}: set it to 0, or from 0 to 1 with 'ddim'"
+        )
+    if num_keys != num_images:
+        raise InputError(f"{num_keys} random keys for {num_images} images: give every image its own")
+
+
+def _check_channels(output: Array, channels: int) -> None:
+    if output.shape[-1] not in (channels, 2 * channels):
+        raise InputError(
+            f"the model's output has {output.shape[-1]} channels and the images have {channels}: it needs "
+            f"{channels}, or {2 * channels} with a learned variance"
+        )
+
+
+def _clipped(process: Process, output: Array, x_t: Array, t_B: Array) -> Array:
+    """The output with the noise that leads to the clipped x_0."""
+    channels = x_t.shape[-1]
+    x0 = jnp.clip(_clean(process, x_t, t_B, output[..., :channels]), -1, 1)
+    signal, spread = _at(np.sqrt(process.abar), t_B, x_t), _at(np.sqrt(1 - process.abar), t_B, x_t)
+    return jnp.concatenate([(x_t - signal * x0) / spread, output[..., channels:]], axis=-1)
 
 
 def _ddpm(process: Process, output: Array, x_t: Array, t_B: Array, fresh: Array) -> Array:

@@ -184,7 +184,12 @@ def test_spacing_of_ddim():
 
 @pytest.mark.parametrize(
     "count, kind, words",
-    [(300, "ddim", ("300", "1000", "250", "334")), (1001, "ddpm", ("1001", "1000")), (0, "ddim", ("0", "1000"))],
+    [
+        (300, "ddim", ("300", "1000", "250", "334")),
+        (1001, "ddpm", ("1001", "1000")),
+        (1, "ddim", ("1", "1000")),
+        (4, "x", ("'x'",)),
+    ],
 )
 def test_spacing_that_cannot_be_is_told_in_one_line(count, kind, words):
     with pytest.raises(InputError) as error:
@@ -326,3 +331,50 @@ def test_ddim_without_eta_draws_nothing():
     np.testing.assert_array_equal(make(noise, keys), make(noise, keys[::-1]))
     loud = one_sampler(process, learned(exact_noise), method="ddim", eta=1.0)
     assert np.any(np.asarray(loud(noise, keys) != loud(noise, keys[::-1])))
+
+
+@pytest.mark.parametrize("count", [21, 23, 31, 250])
+def test_even_spacing_rounds_halves_as_the_reference(count):
+    place, expected = 0.0, []
+    for _ in range(count):
+        expected.append(round(place))
+        place += 999 / (count - 1)
+    assert Process().spaced(count, "ddpm").kept == tuple(expected)
+
+
+@pytest.mark.parametrize("method", ["ddpm", "ddim"])
+def test_clipped_images_stay_in_range(method):
+    process, (noise, keys) = Process().spaced(10, "ddpm"), start(3, (2, 2, 1))
+
+    def of(x0):
+        return lambda x, t: (x - jnp.sqrt(share_at(t)) * x0) / jnp.sqrt(1 - share_at(t))
+
+    clipped = one_sampler(process, of(3.0), method=method, clip=True)(noise, keys)
+    np.testing.assert_allclose(clipped, 1, atol=2e-3)
+    same = one_sampler(process, of(0.5), method=method, clip=True)(noise, keys)
+    np.testing.assert_allclose(same, one_sampler(process, of(0.5), method=method)(noise, keys), atol=2e-3)
+
+
+WRONG_SAMPLING = {
+    "method": ({"method": "dpm"}, 2, 1, "'dpm'"),
+    "eta": ({"method": "ddim", "eta": 5.0}, 2, 1, "eta is 5.0"),
+    "eta of ddpm": ({"eta": 0.5}, 2, 1, "eta is 0.5"),
+    "keys": ({}, 1, 1, "1 random keys for 2 images"),
+    "channels": ({}, 2, 3, "has 3 channels and the images have 1"),
+}
+
+
+@pytest.mark.parametrize("options, num_keys, channels, words", WRONG_SAMPLING.values(), ids=WRONG_SAMPLING)
+def test_wrong_sampling_is_told_in_one_line(options, num_keys, channels, words):
+    noise, keys = start(2)
+    with pytest.raises(InputError, match=words) as error:
+        sample(Process(), lambda x, t: jnp.tile(x, channels), noise, keys[:num_keys], **options)
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_steps_and_wrong_outputs_are_told():
+    with pytest.raises(InputError, match="has 20 steps: set 21 or more"):
+        Process(20)
+    x = np.zeros((2, 1, 1, 2), np.float32)
+    with pytest.raises(InputError, match="has 3 channels and the images have 2"):
+        hybrid_losses(Process(), np.zeros((2, 1, 1, 3), np.float32), x, x, np.array([1, 2]), x)
