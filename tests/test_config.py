@@ -11,7 +11,7 @@ from siamese_jax.config import (
     differences,
     flat_items,
     from_resolved,
-    language_config,
+    model_config,
     nearest_key,
     resolved,
 )
@@ -43,7 +43,7 @@ def test_the_round_trip_through_json(scheme):
     plain = json.loads(json.dumps(resolved(config)))
     again = from_resolved(plain, "config.json")
     assert resolved(again) == plain == resolved(config)
-    assert language_config(again) == language_config(config)
+    assert model_config(again) == model_config(config)
     assert plain["model"]["residual_options"].keys() == scheme_options(scheme).keys()
 
 

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from siamese_jax.config import check_config, language_config
+from siamese_jax.config import check_config, model_config
 from siamese_jax.models.initialize import count_parameters, parameter_shapes
 from siamese_jax.training.metrics import flops_per_token
 
@@ -38,7 +38,7 @@ def load(monkeypatch):
 
 def sizes(config):
     """(all parameters, kernels and table, kernels) of a configuration."""
-    shapes = parameter_shapes(language_config(config))
+    shapes = parameter_shapes(model_config(config))
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     kernels = sum(leaf.size for path, leaf in leaves if path[-1].key == "kernel")
     return count_parameters(shapes), kernels + shapes["embedding"]["table"].size, kernels

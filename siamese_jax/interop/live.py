@@ -27,6 +27,7 @@ from siamese_jax.interop.recorded import Row, difference
 from siamese_jax.layers.rotary import rotary_tables
 from siamese_jax.models.initialize import TRUNCATION, initial_parameters
 from siamese_jax.models.language import INITIALIZERS, LanguageConfig, LanguageModel
+from siamese_jax.training.language_task import language_loss
 from siamese_jax.training.optimizer import make_optimizer, weight_decay_mask
 from siamese_jax.training.schedule import make_schedule
 from siamese_jax.training.state import TrainState
@@ -280,7 +281,7 @@ def train_ours(pair: Pair, batches: np.ndarray) -> tuple[list[float], dict[str, 
     config, schedule_config = training_config(len(batches))
     schedule = make_schedule(schedule_config, len(batches))
     optimizer = make_optimizer(config, schedule, pair.params)
-    step = jax.jit(make_train_step(LanguageModel(pair.config), optimizer, schedule))
+    step = jax.jit(make_train_step(language_loss(LanguageModel(pair.config), 0.0), optimizer, schedule))
     key = jax.random.key_data(jax.random.key(0))
     state = TrainState(jnp.zeros((), jnp.int32), pair.params, optimizer.init(pair.params), key)
     weights, losses = jnp.ones((BATCH, LENGTH), pair.config.dtype), []

@@ -12,10 +12,10 @@ from siamese_jax.data.store import TokenStore, prepare_store
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.models.families import parameter_shapes
 from siamese_jax.models.initialize import count_kernels
-from siamese_jax.models.language import LanguageConfig, document_options
+from siamese_jax.models.language import LanguageConfig, LanguageModel, document_options
 from siamese_jax.models.loss import weighted_sums
 from siamese_jax.training.metrics import flops_per_token, format_count
-from siamese_jax.training.task import Data, Task
+from siamese_jax.training.task import Data, Loss, Task
 
 
 class LanguageTask(Task):
@@ -37,16 +37,7 @@ class LanguageTask(Task):
         return {name: (shape, kind) for name, kind in kinds.items()}
 
     def make_loss(self, model, config):
-        z_loss = config.training.z_loss
-
-        def loss(params, batch, total_weight):
-            losses = model.apply(
-                {"params": params}, batch["inputs"], batch["targets"], method="losses", **document_options(batch)
-            )
-            objective, cross_entropy, _ = weighted_sums(losses, batch["weights"], z_loss)
-            return objective / total_weight, cross_entropy / total_weight
-
-        return loss
+        return language_loss(model, config.training.z_loss)
 
     def watch(self, model, params, batch, look):
         options = document_options(batch)
@@ -82,6 +73,19 @@ class LanguageTask(Task):
             return batch
         positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
         return batch | {"segments": np.ones(shape, np.int32), "positions": positions}
+
+
+def language_loss(model: LanguageModel, z_loss: float) -> Loss:
+    """The mean cross-entropy of the next token; z_loss: weight of the squared log partition in the objective."""
+
+    def loss(params, batch, total_weight):
+        losses = model.apply(
+            {"params": params}, batch["inputs"], batch["targets"], method="losses", **document_options(batch)
+        )
+        objective, cross_entropy, _ = weighted_sums(losses, batch["weights"], z_loss)
+        return objective / total_weight, cross_entropy / total_weight
+
+    return loss
 
 
 def open_stores(config, split_names=("train", "validation")) -> tuple[object, list[TokenStore]]:

@@ -1,4 +1,4 @@
-"""The language models against outputs, streams and gradients recorded from PyTorch.
+"""The models against outputs, streams and gradients recorded from PyTorch.
 
 tests/golden was recorded from the reference implementation; further options are recorded here, from the
 PyTorch model that test_torch_model.py holds against the same files.
@@ -19,7 +19,7 @@ from siamese_jax.interop.golden import compare_golden, format_golden
 from siamese_jax.models.language import LanguageConfig
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-CASES = sorted(GOLDEN.glob("[ab]*.npz"))
+CASES = sorted(GOLDEN.glob("[abcd]*.npz"))
 A1 = GOLDEN / "a1_hybridpre_hybridnorm_tied.npz"
 
 
@@ -234,8 +234,8 @@ def test_a_truncated_file_and_one_of_pickles_end_in_one_line(tmp_path):
 
 def test_a_family_that_is_not_here_is_named(tmp_path):
     def change(arrays):
-        arrays["config"] = json.dumps({"img_size": 16, "patch_size": 4})
+        arrays["config"] = json.dumps({"sample_rate": 16, "patch_size": 4})
 
-    with pytest.raises(InputError, match="img_size"):
+    with pytest.raises(InputError, match="sample_rate"):
         compare(altered(A1, tmp_path, change))
-    assert set(goldens.FAMILIES) == {"d_model"}
+    assert set(goldens.FAMILIES) == {"d_model", "img_size", "input_size"}

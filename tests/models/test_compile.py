@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from siamese_jax.config import base_config, language_config
+from siamese_jax.config import base_config, model_config
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.models.language import LanguageConfig, LanguageModel
+from siamese_jax.training.language_task import language_loss
 from siamese_jax.training.optimizer import make_optimizer
 from siamese_jax.training.schedule import make_schedule
 from siamese_jax.training.state import initial_state
@@ -20,13 +21,13 @@ def lowered_step(num_layers):
     config = base_config()
     model = config.model
     model.num_layers, model.width, model.num_heads, model.mlp_hidden = num_layers, 16, 2, 64
-    model_config = language_config(config)
+    own = model_config(config)
     schedule = make_schedule(config.schedule, config.training.steps)
-    optimizer = make_optimizer(config.optimizer, schedule, parameter_shapes(model_config))
-    state = jax.eval_shape(lambda: initial_state(model_config, optimizer, 0, False))
+    optimizer = make_optimizer(config.optimizer, schedule, parameter_shapes(own))
+    state = jax.eval_shape(lambda: initial_state(own, optimizer, 0, False))
     tokens = jax.ShapeDtypeStruct((2, 32), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens, "weights": jax.ShapeDtypeStruct((2, 32), jnp.float32)}
-    step = make_train_step(LanguageModel(model_config), optimizer, schedule)
+    step = make_train_step(language_loss(LanguageModel(own), 0.0), optimizer, schedule)
     return jax.jit(step, donate_argnums=0).lower(state, batch)
 
 

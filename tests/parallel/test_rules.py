@@ -6,7 +6,7 @@ import ml_collections
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from siamese_jax.config import base_config, language_config
+from siamese_jax.config import base_config, model_config
 from siamese_jax.errors import InputError
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.names import path_name
@@ -43,7 +43,7 @@ def specs(shapes, mesh=None) -> dict:
 
 
 def test_the_partitions_of_a_language_model():
-    found = specs(parameter_shapes(language_config(config())))
+    found = specs(parameter_shapes(model_config(config())))
     assert found["embedding/table"] == P(None, "fsdp")
     assert found["head/kernel"] == P("fsdp", "tensor")
     assert found["layers/attention/qkv/kernel"] == P(None, "fsdp", "tensor", None, None)
@@ -51,7 +51,7 @@ def test_the_partitions_of_a_language_model():
     assert found["layers/mlp/up/kernel"] == P(None, "fsdp", None, "tensor")
     assert found["layers/mlp/down/kernel"] == P(None, "tensor", "fsdp")
     assert found["layers/attention/query_norm/scale"] == P()
-    plain = specs(parameter_shapes(language_config(config(model__activation="gelu", model__scan=False))))
+    plain = specs(parameter_shapes(model_config(config(model__activation="gelu", model__scan=False))))
     assert plain["layer_0/mlp/up/kernel"] == P("fsdp", "tensor")
 
 
@@ -62,7 +62,7 @@ def test_every_parameter_has_one_row(scheme, norm):
         model__residual=scheme, model__norm=norm, model__use_bias=True, model__context_norm="full",
         model__value_norm="head", model__tie_embedding=norm == "layer",
     )  # fmt: skip
-    shapes = parameter_shapes(language_config(model))
+    shapes = parameter_shapes(model_config(model))
     found = specs(shapes)
     assert len(found) == len(jax.tree.leaves(shapes))
     for path, spec in found.items():
@@ -83,7 +83,7 @@ def test_a_parameter_without_a_row_or_with_two(monkeypatch):
 
 
 def test_a_dimension_that_its_axis_does_not_divide():
-    shapes = parameter_shapes(language_config(config()))  # width 256, 4 heads, hidden 1024
+    shapes = parameter_shapes(model_config(config()))  # width 256, 4 heads, hidden 1024
     with pytest.raises(InputError) as caught:
         specs(shapes, Devices(fsdp=3))
     assert all(word in str(caught.value) for word in ("mesh.fsdp 3", "256", "parameter ", "[")), caught.value
@@ -96,7 +96,7 @@ def test_a_dimension_that_its_axis_does_not_divide():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_the_optimiser_lies_as_its_parameters(kind):
     made = config(optimizer__kind=kind, optimizer__ema=0.9)
-    model = language_config(made)
+    model = model_config(made)
     shapes = parameter_shapes(model)
     optimizer = make_optimizer(made.optimizer, make_schedule(made.schedule, 1000), shapes)
     state = jax.eval_shape(lambda: initial_state(model, optimizer, 0, True))
@@ -122,4 +122,4 @@ def test_state_that_mirrors_no_parameter_must_be_small():
 
 @pytest.mark.parametrize(("devices", "expected"), [(1, 1), (8, 8), (12, 4), (7, 1), (512, 256)])
 def test_the_widest_fsdp_that_fits(devices, expected):
-    assert widest_fsdp(parameter_shapes(language_config(config())), devices) == expected
+    assert widest_fsdp(parameter_shapes(model_config(config())), devices) == expected

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from siamese_jax.config import base_config
+from siamese_jax.config import base_config, model_config
 from siamese_jax.errors import InputError
-from siamese_jax.training.benchmark import benchmark, format_table, random_batch, scheme_config
+from siamese_jax.training.benchmark import benchmark, format_table, scheme_config
+from siamese_jax.training.language_task import LanguageTask
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_the_table_has_a_line_for_each_scheme(result):
 def test_documents_kept_apart_are_part_of_the_batch(config):
     config = config.copy_and_resolve_references()
     config.data.cross_documents = False
-    batch = random_batch(config)
+    batch = LanguageTask().random_batch(config, model_config(config))
     assert batch.keys() == {"inputs", "targets", "weights", "segments", "positions"}
     assert all(rows.shape == (2, 8) for rows in batch.values())
     assert 0 <= batch["inputs"].min() and batch["inputs"].max() < config.model.vocab_size

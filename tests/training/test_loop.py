@@ -13,7 +13,7 @@ from programs import checkpoints_of, records, shared_place, undisturbed
 from siamese_jax.checkpoint import Checkpoints, read_about
 from siamese_jax.data.loader import WindowLoader
 from siamese_jax.errors import FaultError
-from siamese_jax.evaluation.generation import sample
+from siamese_jax.evaluation import validation
 from siamese_jax.evaluation.perplexity import Evaluator
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.training.loop import build, train
@@ -42,12 +42,13 @@ def surroundings(place, monkeypatch):
 
 
 @pytest.fixture
-def run(place, tmp_path):
+def run(place, tmp_path, monkeypatch):
     """Trains in this process; returns the summary. `run.said` holds the lines, `run.workdir` is the folder."""
 
     def go(evaluator=Evaluator):
         config = place.read_config("eval.prompt=abc", "eval.sample_tokens=5")
-        return train(config, str(go.workdir), make_evaluator=evaluator, sample=sample, say=go.said.append)
+        monkeypatch.setattr(validation, "Evaluator", evaluator)
+        return train(config, str(go.workdir), make_validation=validation.make_validation, say=go.said.append)
 
     go.workdir, go.said = tmp_path / "run", []
     return go
@@ -59,7 +60,7 @@ def interrupted_after(step: int, number: int):
     class Interrupted(Evaluator):
         calls = 0
 
-        def __call__(self, params, progress=None):
+        def __call__(self, params, progress=None, num_windows=0):
             Interrupted.calls += 1
 
             def interrupt(done):
@@ -69,7 +70,7 @@ def interrupted_after(step: int, number: int):
                 progress(done)
 
             interrupt.sent = False
-            return super().__call__(params, interrupt)
+            return super().__call__(params, interrupt, num_windows)
 
     return Interrupted
 

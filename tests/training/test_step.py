@@ -10,9 +10,10 @@ from programs import records, shared_place
 from siamese_jax.models.initialize import initial_parameters
 from siamese_jax.models.language import LanguageConfig, LanguageModel
 from siamese_jax.residual.scheme import known_schemes
+from siamese_jax.training.language_task import LanguageTask, language_loss
 from siamese_jax.training.optimizer import init_ema
 from siamese_jax.training.state import TrainState
-from siamese_jax.training.step import accumulated_gradient, make_loss, make_stream_watch, make_train_step
+from siamese_jax.training.step import accumulated_gradient, make_stream_watch, make_train_step
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -68,7 +69,7 @@ def make_state(params, optimizer, with_ema=False):
 
 def test_accumulation_by_four_equals_one(model, params, batch):
     """Averaging the averages of micro-batches would fail: theirs have from 1 to 10 targets a row."""
-    loss = make_loss(model, z_loss=1e-3)
+    loss = language_loss(model, z_loss=1e-3)
     taken = {
         parts: jax.jit(accumulated_gradient, static_argnums=(0, 3), compiler_options=QUICK)(
             loss, params, batch, parts
@@ -90,9 +91,9 @@ def test_norms_in_the_metrics_equal_numpy(model, params, batch):
     schedule = lambda count: 0.5 / (count + 1)  # noqa: E731
     optimizer = optax.sgd(schedule)
     state = make_state(params, optimizer)
-    step = jax.jit(make_train_step(model, optimizer, schedule), compiler_options=QUICK)
+    step = jax.jit(make_train_step(language_loss(model, 0.0), optimizer, schedule), compiler_options=QUICK)
     after, metrics = step(state, batch)
-    loss = lambda params: make_loss(model, 0.0)(params, batch, batch["weights"].sum())[0]  # noqa: E731
+    loss = lambda params: language_loss(model, 0.0)(params, batch, batch["weights"].sum())[0]  # noqa: E731
     gradient = jax.jit(jax.grad(loss), compiler_options=QUICK)(state.params)
     update = jax.tree.map(lambda new, old: np.float64(new) - np.float64(old), after.params, state.params)
     np.testing.assert_allclose(metrics["grad_norm"], norm(gradient), rtol=1e-5)
@@ -106,8 +107,10 @@ def test_the_running_average_follows_and_does_not_steer(model, params, batch):
     """Debiased: the average of parameters p_1 .. p_t with weights decay^(t - i), divided by their sum."""
     optimizer, schedule, decay = optax.sgd(0.5), lambda count: 0.5, 0.9
     followed, plain = make_state(params, optimizer, True), make_state(params, optimizer)
-    with_ema = jax.jit(make_train_step(model, optimizer, schedule, ema=decay), compiler_options=QUICK)
-    without = jax.jit(make_train_step(model, optimizer, schedule), compiler_options=QUICK)
+    with_ema = jax.jit(
+        make_train_step(language_loss(model, 0.0), optimizer, schedule, ema=decay), compiler_options=QUICK
+    )
+    without = jax.jit(make_train_step(language_loss(model, 0.0), optimizer, schedule), compiler_options=QUICK)
     seen = []
     for _ in range(4):
         followed, _ = with_ema(followed, batch)
@@ -127,7 +130,9 @@ def test_the_loss_falls_on_a_fixed_batch(scheme, batch):
     model, params = scheme
     optimizer = optax.adam(1e-2)
     state = make_state(params, optimizer)
-    step = jax.jit(make_train_step(model, optimizer, lambda count: 1e-2), compiler_options=QUICK)
+    step = jax.jit(
+        make_train_step(language_loss(model, 0.0), optimizer, lambda count: 1e-2), compiler_options=QUICK
+    )
     losses = []
     for _ in range(10):
         state, metrics = step(state, batch)
@@ -137,7 +142,7 @@ def test_the_loss_falls_on_a_fixed_batch(scheme, batch):
 
 def test_the_stream_watch_equals_numpy(scheme, batch):
     model, params = scheme
-    watched = jax.jit(make_stream_watch(model), compiler_options=QUICK)(params, batch)
+    watched = jax.jit(make_stream_watch(LanguageTask(), model), compiler_options=QUICK)(params, batch)
     _, streams = model.apply({"params": params}, batch["inputs"], watch=lambda streams: streams, method="hidden")
     segments = streams if isinstance(streams, list) else [streams]
     assert watched.keys() == segments[0].keys()
@@ -151,7 +156,7 @@ def test_documents_that_do_not_see_each_other_reach_the_model(model, params, bat
     """Segments and positions of a batch change the loss; without them it is that of one document."""
     segments = np.repeat([[1] * 6 + [2] * 10], 8, axis=0).astype(np.int32)
     positions = np.repeat([[*range(6), *range(10)]], 8, axis=0).astype(np.int32)
-    loss, total = make_loss(model, 0.0), jnp.sum(batch["weights"])
+    loss, total = language_loss(model, 0.0), jnp.sum(batch["weights"])
     apart = loss(params, batch | {"segments": segments, "positions": positions}, total)[0]
     one = loss(params, batch | {"segments": np.ones_like(segments)}, total)[0]
     np.testing.assert_allclose(one, loss(params, batch, total)[0], rtol=1e-6)
