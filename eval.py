@@ -8,7 +8,8 @@
         --classifier=runs/quickstart_images --picture=samples.png
 
 Without --data.source the run's own data are read, the validation split unless --split says otherwise.
-Where the run keeps a running average of its parameters (optimizer.ema), that is what is evaluated.
+Where the run keeps a running average of its parameters (optimizer.ema), that is what is evaluated, unless
+--noaverage is given.
 
 Language models: bits per byte, loss and perplexity, for every source file and in total. Every token counts
 exactly once, in windows of data.length tokens. The columns:
@@ -47,6 +48,7 @@ from siamese_jax.parallel import start_up
 
 flags.DEFINE_string("workdir", None, "Folder of the run.")
 flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest sound one unless given.")
+flags.DEFINE_bool("average", True, "Take the running average of the parameters where the run keeps one.")
 flags.DEFINE_enum("split", None, SPLITS, "Part of the data: validation, or all where --data.source is text.")
 flags.DEFINE_multi_string(
     "data.source", [], "File, folder or glob to evaluate on; of text may be repeated or a list by commas."
@@ -101,9 +103,9 @@ def main() -> None:
 def _language(run) -> dict:
     given = flags.FLAGS
     return evaluate_language(
-        run, step=given.step, split=given.split, sources=given["data.source"].value, batch_size=given.batch_size,
-        max_windows=given.max_windows, cache_dir=given["data.cache_dir"].value, field=given["data.field"].value,
-        say=program.say,
+        run, step=given.step, average=given.average, split=given.split, sources=given["data.source"].value,
+        batch_size=given.batch_size, max_windows=given.max_windows,
+        cache_dir=given["data.cache_dir"].value, field=given["data.field"].value, say=program.say,
     )  # fmt: skip
 
 
@@ -115,7 +117,8 @@ def _image_options() -> dict:
     if given.split == "all":
         raise InputError("--split is all: images have the splits train and validation")
     return {
-        "step": given.step, "split": given.split or "validation", "source": "".join(sources),
+        "step": given.step, "average": given.average, "split": given.split or "validation",
+        "source": "".join(sources),
         "batch_size": given.batch_size, "max_images": given.max_images, "say": program.say,
     }  # fmt: skip
 

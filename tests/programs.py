@@ -18,7 +18,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SPEED = {"tokens_per_second", "step_seconds", "eta_seconds", "mfu"}  # differ from run to run
+SPEED = {"tokens_per_second", "images_per_second", "step_seconds", "eta_seconds", "mfu"}  # differ from run to run
 SAMPLE = ("eval.prompt=abc", "eval.sample_tokens=5")
 CONFIG = """
 from siamese_jax.config import base_config

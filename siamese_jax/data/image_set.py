@@ -84,6 +84,10 @@ class ArrayImages(ImageSet):
 
 
 def held_out(index: np.ndarray, fraction: float) -> np.ndarray:
-    """Which of the numbered examples are held out: by a hash of their number, so not by what else there is."""
+    """Which of the numbered examples are held out: by a hash of their number, so not by what else there is.
+
+    The first is always kept and the second always held out, so that neither part is empty.
+    """
     digests = (hashlib.blake2b(b"hold out %d" % i, digest_size=8).digest() for i in index.tolist())
-    return np.array([int.from_bytes(digest, "little") < fraction * 2**64 for digest in digests], bool)
+    out = np.array([int.from_bytes(digest, "little") < fraction * 2**64 for digest in digests], bool)
+    return (out & (index != 0)) | (index == 1)

@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 
 import numpy as np
+from absl import logging as absl_logging
 
 from siamese_jax.data.image_set import ImageSet, held_out
 from siamese_jax.errors import InputError
@@ -69,6 +70,8 @@ def open_tfds(source: str, split: str, data_dir: str, fraction: float) -> ImageS
 
 
 def _builder(tfds, name: str, data_dir: str):
+    verbosity = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.ERROR)  # of a missing folder it warns, beside our own line
     try:
         builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
     except tfds.core.registered.DatasetNotFoundError as error:
@@ -77,6 +80,8 @@ def _builder(tfds, name: str, data_dir: str):
         raise InputError(f"TFDS has no data set {name!r} (nearest: {near}): correct data.source") from error
     except (ValueError, AssertionError, FileNotFoundError) as error:
         raise InputError(f"data.source tfds:{name}: {' '.join(str(error).split())[:120]}") from error
+    finally:
+        absl_logging.set_verbosity(verbosity)
     if not builder.is_prepared():
         # Asked for its data it would try to download them, for minutes where there is no network.
         raise InputError(

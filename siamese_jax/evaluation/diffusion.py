@@ -17,7 +17,7 @@ from siamese_jax.data.image_loader import evaluation_batches
 from siamese_jax.data.images import ImageSet
 from siamese_jax.evaluation.classification import compiled_on_mesh
 from siamese_jax.models.diffusion import DiffusionModel, guided
-from siamese_jax.models.gaussian import Process, hybrid_losses, noised, sample
+from siamese_jax.models.gaussian import Process, check_sampling, hybrid_losses, noised, sample
 from siamese_jax.parallel.mesh import batch_parts, own_rows, put_batch
 
 STEP_SEED, NOISE_SEED, SAMPLE_SEED = 0, 1, 2
@@ -84,6 +84,7 @@ class Sampler:
     ):  # fmt: skip
         config = model.config
         check_guidance("the guidance scale", guidance, config.label_dropout)
+        check_sampling(method, eta)
         process = Process(num_steps).spaced(sampling_steps, method)
         self.mesh, self.batch_size = mesh, -(-batch_size // batch_parts(mesh)) * batch_parts(mesh)
         shape = config.image_size, config.image_size, config.channels

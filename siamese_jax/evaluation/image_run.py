@@ -43,6 +43,7 @@ def evaluate_vision(
     run: OpenRun,
     *,
     step: int | None = None,
+    average: bool = True,
     split: str = "validation",
     source: str = "",
     batch_size: int | None = None,
@@ -54,7 +55,7 @@ def evaluate_vision(
     images, augmentation = _open_images(run, split, source)
     batch_size = batch_size or run.config.eval.batch_size
     evaluator = ClassificationEvaluator(run.model, images, augmentation, run.mesh, batch_size)
-    weights, size = restore_weights(run, step, say), _size(images, max_images)
+    weights, size = restore_weights(run, step, say, average), _size(images, max_images)
     with progress_bar(size, "image") as progress:
         found = evaluator(weights.params, progress, size)
     if picture and jax.process_index() == 0:
@@ -91,6 +92,7 @@ def evaluate_diffusion(
     sampling: Sampling,
     *,
     step: int | None = None,
+    average: bool = True,
     split: str = "validation",
     source: str = "",
     batch_size: int | None = None,
@@ -113,7 +115,7 @@ def evaluate_diffusion(
     evaluator = NoiseEvaluator(
         run.model, images, augmentation, run.mesh, batch_size, config.training.diffusion_steps
     )
-    weights, size = restore_weights(run, step, say), _size(images, max_images)
+    weights, size = restore_weights(run, step, say, average), _size(images, max_images)
     with progress_bar(size, "image") as progress:
         result = {**told(run, weights), "split": split, "source": source or config.data.source,
                   "total": evaluator(weights.params, progress, size)}  # fmt: skip

@@ -77,15 +77,18 @@ def open_run(workdir: str, step: int | None = None) -> OpenRun:
     return OpenRun(str(workdir), config, make_model(own), tokenizer, mesh)
 
 
-def restore_weights(run: OpenRun, step: int | None = None, say: Callable[[str], None] = print) -> Weights:
-    """The parameters of a checkpoint, None = the newest sound one; the running average where the run has it.
+def restore_weights(
+    run: OpenRun, step: int | None = None, say: Callable[[str], None] = print, average: bool = True
+) -> Weights:
+    """The parameters of a checkpoint, None = the newest sound one; the running average where the run has it, unless
+    `average` is False.
 
     InputError where there is none, `step` is broken, none is sound, or the run was trained on other tokens
     than the tokenizer makes now. A broken checkpoint that is passed over is named through `say`.
     """
     shapes = parameter_shapes(run.model.config)
     shapes = with_shardings(shapes, parameter_shardings(shapes, run.mesh))
-    averaged = run.config.optimizer.ema > 0
+    averaged = average and run.config.optimizer.ema > 0
     target = {"ema": {"params": shapes}} if averaged else {"params": shapes}
     with Checkpoints(run.checkpoints, log=say) as checkpoints:
         found = checkpoints.restore(target, step, partial=True)
@@ -143,6 +146,7 @@ def evaluate_language(
     run: OpenRun,
     *,
     step: int | None = None,
+    average: bool = True,
     split: str | None = None,
     sources: Sequence[str] = (),
     batch_size: int | None = None,
@@ -155,6 +159,7 @@ def evaluate_language(
 
     Args:
         step: of the checkpoint; None = the newest sound one.
+        average: whether the running average is taken where the run keeps one.
         split: None = 'validation' of the run's own data, 'all' of given sources.
         sources: files, folders, globs, lists of these by commas; none = the run's own data.
         batch_size, cache_dir, field: None = that of the run.
@@ -171,7 +176,7 @@ def evaluate_language(
         batch_size=run.config.eval.batch_size if batch_size is None else batch_size,
         cross_documents=run.config.data.cross_documents, max_windows=max_windows,
     )  # fmt: skip
-    weights = restore_weights(run, step, say)
+    weights = restore_weights(run, step, say, average)
     with progress_bar(evaluator.num_windows, "window") as progress:
         figures = evaluator(weights.params, progress)
     return {

@@ -187,7 +187,9 @@ def sample(
     sample does not depend on the batch that it is made in. eta: of ddim, 0 = no further noise.
     clip: holds each predicted x_0 within -1 and 1. InputError for a method, eta, keys or output that cannot be.
     """
-    _check_sampling(method, eta, len(noise_BHWC), len(keys_B2))
+    check_sampling(method, eta)
+    if len(keys_B2) != len(noise_BHWC):
+        raise InputError(f"{len(keys_B2)} random keys for {len(noise_BHWC)} images: give every image its own")
     wide = statistics_type(noise_BHWC.dtype)
     update = _ddpm if method == "ddpm" else functools.partial(_ddim, eta=eta)
     original = jnp.asarray(process.steps)
@@ -213,14 +215,13 @@ def _check_method(method: str) -> None:
         raise InputError(f"the sampling method is {method!r}: choose one of {', '.join(map(repr, SAMPLERS))}")
 
 
-def _check_sampling(method: str, eta: float, num_images: int, num_keys: int) -> None:
+def check_sampling(method: str, eta: float) -> None:
+    """InputError for a method that is not known, or noise that it does not take."""
     _check_method(method)
     if not 0 <= eta <= (method == "ddim"):
         raise InputError(
             f"eta is {eta} with the sampling method {method!r}: set it to 0, or from 0 to 1 with 'ddim'"
         )
-    if num_keys != num_images:
-        raise InputError(f"{num_keys} random keys for {num_images} images: give every image its own")
 
 
 def _check_channels(output: Array, channels: int) -> None:

@@ -189,6 +189,10 @@ def _summary(parts, workdir, state, validation, recorder, stop, say) -> dict:
             bar.update(done - bar.n)
 
         found = validation.finish(state.eval_params(), workdir, progress)
+    if parts.data.broken:
+        say(
+            f"{len(parts.data.broken)} broken image(s), others took their place: {', '.join(parts.data.broken[:3])}"
+        )
     memory, memory_kind = peak_memory_bytes()
     speed, rate = recorder.speed.summary(), f"{recorder.units}_per_second"
     return {
@@ -204,6 +208,7 @@ def _summary(parts, workdir, state, validation, recorder, stop, say) -> dict:
         "peak_memory_bytes": memory,
         "peak_memory_kind": memory_kind,
         **found,
+        "broken": parts.data.broken,
         "workdir": str(workdir),
         "residual": parts.model_config.residual,
     }

@@ -32,6 +32,11 @@ class Data:
     fingerprint: str
     tokenizer: Any = None
 
+    @property
+    def broken(self) -> list[str]:
+        """Names of the images that could not be read so far and were passed over."""
+        return sorted({name for part in (self.train, self.validation) for name in getattr(part, "broken", ())})
+
 
 class Task:
     """A family in training; one instance serves all runs."""
