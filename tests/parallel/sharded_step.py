@@ -21,20 +21,38 @@ from siamese_jax.training.plan import compile_step, fresh_state, make_plan
 BATCH, LENGTH, STEPS = 16, 32, 20
 
 
-def config(residual: str, **changes):
-    made = base_config()
+OWN = {
+    "language": {"loss_slice": 8},
+    "vision": {"image_size": 16, "patch_size": 4, "num_classes": 10, "drop_path": 0.3},
+    "diffusion": {"image_size": 16, "patch_size": 4, "num_classes": 10},
+}
+
+
+def config(residual: str, family: str = "language", **changes):
+    made = base_config(family)
     # Shards of 8 columns and more: jax 0.12 on a CPU rounds a logarithm of 4 numbers otherwise than one of 8.
-    made.model.update(
-        {"residual": residual, "num_layers": 4, "width": 64, "num_heads": 4, "mlp_hidden": 128, "loss_slice": 8}
-    )
-    made.data.length, made.training.batch_size, made.training.steps = LENGTH, BATCH, STEPS
-    made.schedule.warmup_steps = 2
+    sizes = {"residual": residual, "num_layers": 4, "width": 64, "num_heads": 4, "mlp_hidden": 128}
+    made.model.update(sizes | OWN[family])
+    made.training.batch_size, made.training.steps, made.schedule.warmup_steps = BATCH, STEPS, 2
+    if family == "language":
+        made.data.length = LENGTH
+    if family == "vision":
+        made.training.update({"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1})
     made.update_from_flattened_dict(changes)
     return made
 
 
-def batches(length):
-    draw = np.random.default_rng(0)
+def batches(plan):
+    """What there is to be learned: few tokens, or images that are as bright as their label says."""
+    draw, config = np.random.default_rng(0), plan.config
+    if config.family != "language":
+        for _ in range(STEPS):
+            batch = plan.task.random_batch(config, plan.model_config)
+            labels = draw.integers(10, size=BATCH).astype(np.int32)
+            noise = draw.standard_normal(batch["images"].shape, np.float32)
+            yield {"images": 0.1 * noise + labels[:, None, None, None] / np.float32(10), "labels": labels}
+        return
+    length = config.data.length
     weights = (draw.random((STEPS, BATCH, length)) < 0.9).astype(np.float32)
     tokens = draw.integers(257, size=(2, STEPS, BATCH, length)).astype(np.int32)
     for step in range(STEPS):
@@ -48,7 +66,7 @@ def run(made, sizes, devices) -> dict:
     start = jax.device_get(state.params)
     step, losses = compile_step(plan), []
     rows = own_rows(plan.mesh, BATCH)
-    for batch in batches(made.data.length):
+    for batch in batches(plan):
         state, metrics = step(state, put_batch(batch, plan.mesh, rows, BATCH))
         losses.append(float(metrics["loss"]))
     # What the compiled program itself says of its state, before and after the update.

@@ -21,13 +21,18 @@ CASES = [
     ("siamese_hybrid", "2x2x2", {"training.accumulation": 2}),
     ("pre", "1x8x1", MUON),
     ("siamese_hybrid", "2x2x2", SPLASH | {"model.num_heads": 2, "model.num_layers": 2}),
+    ("siamese", "2x2x2", {"family": "vision"} | MUON),
+    ("siamese", "2x2x2", {"family": "diffusion", "training.accumulation": 2}),
 ]
+UNFIT = ("scaled", "peri", "reordered")  # for branches with norms of their own
 SLOW = [
     ("siamese_hybrid", ALL, SPLASH),
     ("siamese_hybrid", ALL, {"training.accumulation": 2}),
     ("siamese", ALL, {"model.tie_embedding": True, "model.remat": "inputs"}),
     ("pre", ALL, {"model.scan": False, "model.activation": "gelu"} | MUON),
     *((scheme, ALL, MUON) for scheme in known_schemes() if scheme not in ("siamese_hybrid", "siamese", "pre")),
+    *((scheme, ALL, {"family": "vision"}) for scheme in known_schemes()),
+    *((scheme, ALL, {"family": "diffusion"} | MUON) for scheme in known_schemes() if scheme not in UNFIT),
 ]
 
 
