@@ -106,15 +106,18 @@ def find_foreign_config(
     source: pathlib.Path, given: str | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, dict[str, Any]]:
     """(where it is from, model configuration): of image models without arguments, told by their shapes."""
-    inferred = None if given else images.inferred_config(shapes)
-    if inferred is None:
+    if given or not images.has_patches(shapes):
         path, found = read_foreign_config(source, given)
         return path.name, found
-    with contextlib.suppress(InputError):
+    with contextlib.suppress(NoConfiguration):
         path, found = read_foreign_config(source, None)
         if images.is_deit(found) or images.is_dit(found):
             return path.name, found
-    return "the shapes of its weights", inferred
+    return "the shapes of its weights", images.inferred_config(shapes)
+
+
+class NoConfiguration(InputError):
+    """There is none beside the weights."""
 
 
 def _config_beside(weights: pathlib.Path) -> pathlib.Path:
@@ -125,7 +128,7 @@ def _config_beside(weights: pathlib.Path) -> pathlib.Path:
     for name in names:
         if (folder / name).is_file() and folder / name != weights:
             return folder / name
-    raise InputError(f"no configuration beside {weights} (looked for {', '.join(names)}): give --config_file")
+    raise NoConfiguration(f"no configuration beside {weights} (looked for {', '.join(names)}): give --config_file")
 
 
 def foreign_model(

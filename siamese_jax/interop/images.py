@@ -104,16 +104,19 @@ def _share(given: Mapping[str, Any], key: str) -> float:
     return 0.0 if given[key] == 0 else keys.number(given, key)
 
 
-def inferred_config(shapes: Mapping[str, Shape]) -> dict[str, Any] | None:
-    """The arguments of DeiT or DiT that parameters of these shapes have, or None where they are neither's.
+def has_patches(shapes: Mapping[str, Shape]) -> bool:
+    """Whether parameters of these names are those of DeiT or DiT."""
+    return any(f"{name}.weight" in shapes for name in PATCHES.values()) and "blocks.0.mlp.fc1.weight" in shapes
+
+
+def inferred_config(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """The arguments of DeiT or DiT that parameters of these shapes have; InputError where they do not tell.
 
     Files of timm and DiT bring no arguments. All but the number of heads stand in the shapes; heads are 64 wide,
     as in every published DeiT and DiT but DiT-XL, whose 16 are 72 wide.
     """
     depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-    family = next((family for family, name in PATCHES.items() if f"{name}.weight" in shapes), None)
-    if family is None or not depth or "blocks.0.mlp.fc1.weight" not in shapes:
-        return None
+    family = next(family for family, name in PATCHES.items() if f"{name}.weight" in shapes)
     width, channels, side, _ = shapes[f"{PATCHES[family]}.weight"]
     heads = 16 if width == 1152 else width // 64
     common = {
