@@ -96,7 +96,7 @@ _GROUPS = {
         "eval": {**_EVERY, "max_images": 0},
     },
     "diffusion": {
-        "data": _IMAGES | {"latent_scale": 1.0},
+        "data": _IMAGES | {"eval_crop": 0.875, "latent_scale": 1.0},
         "training": {"diffusion_steps": 1000},
         "eval": {
             **_EVERY,

@@ -185,7 +185,7 @@ def _samples(
     if sampling.picture:
         result["picture"] = sampling.picture
         rows = {names[k]: pixels[labels == k] for k in classes}
-        title = f"{run.config.data.source}, {run.config.model.residual}, guidance {sampling.guidance:g}"
+        title = f"{images.name}, {run.config.model.residual}, guidance {sampling.guidance:g}"
         if is_main:
             sample_grid(sampling.picture, rows, title)
     if judge is not None:
