@@ -56,7 +56,7 @@ flags.DEFINE_multi_string(
 flags.DEFINE_string("data.field", None, "Text: field in .jsonl and .parquet; the run's own unless given.")
 flags.DEFINE_string("data.cache_dir", None, "Text: folder for tokenised data; the run's own unless given.")
 flags.DEFINE_integer("batch_size", None, "Examples at a time; eval.batch_size of the run unless given.")
-flags.DEFINE_integer("max_windows", 0, "Text: only the first so many windows; 0 = all.", 0)
+flags.DEFINE_integer("max_windows", 0, "Text: only the first so many windows; 0 = all.")
 flags.DEFINE_integer("max_images", 0, "Images: only the first so many; 0 = all.", 0)
 flags.DEFINE_string("picture", "", "Images: PNG of the confusion matrix, or of the samples, to write.")
 flags.DEFINE_integer("samples_per_class", 0, "Diffusion: samples of every class; 0 = none.", 0)

@@ -4,8 +4,9 @@
     python train.py --config=configs/quickstart_diffusion.py --workdir=runs/quickstart_diffusion
     python eval.py --workdir=runs/quickstart_diffusion --samples_per_class=20 --classifier=runs/quickstart_images
 
-The run ends with samples of every class in a picture. The aim is that the classifier of quickstart_images.py sees the
-asked class in at least 80 % of the samples; the README says what it reached. Pre-Norm: --config.model.residual=pre
+The run ends with samples of every class in a picture. The aim is that the classifier of quickstart_images.py sees
+the asked class in at least 80 % of the samples; the README says what it reached. Pre-Norm:
+--config.model.residual=pre
 """
 
 from siamese_jax.config import base_config

@@ -1,6 +1,7 @@
 """Every configuration in configs/ loads, is sound, and has the size that its docstring works out."""
 
 import importlib.util
+import math
 import pathlib
 import re
 
@@ -8,8 +9,9 @@ import jax
 import pytest
 
 from siamese_jax.config import check_config, model_config
-from siamese_jax.models.initialize import count_parameters, parameter_shapes
+from siamese_jax.models.initialize import count_kernels, count_parameters, parameter_shapes
 from siamese_jax.training.metrics import flops_per_token
+from siamese_jax.training.tasks import TASKS
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -81,3 +83,25 @@ def test_the_pre_norm_baseline_of_the_docstring_has_its_size(name, load):
     check_config(config)
     total, matrices, _ = sizes(config)
     assert f"(Pre-Norm: + {total - matrices:,})" in module.__doc__
+
+
+IMAGE_SIZES = {"deit_tiny": 5_717_416, "deit_small": 22_050_664, "dit_b2": 130_315_808, "dit_l4": 457_988_224}
+
+
+@pytest.mark.parametrize("name", IMAGE_SIZES)
+def test_image_models_have_the_published_sizes_and_those_of_the_docstring(name, load):
+    module = load(ROOT / "configs" / f"{name}.py")
+    config = module.get_config()
+    model = model_config(config)
+    shapes = parameter_shapes(model)
+    flops = TASKS[config.family].flops_per_unit(config, model)
+    numbers = re.findall(r"\d[\d,]*\d", module.__doc__)
+    assert {f"{count_parameters(shapes):,}", f"{count_kernels(shapes):,}"} <= set(numbers)
+    exponent = int(math.log10(flops))
+    assert f"{flops / 10**exponent:.2f}e{exponent} an image" in module.__doc__
+    total = flops * config.training.batch_size * config.training.steps
+    exponent = int(math.log10(total))
+    assert f"{total / 10**exponent:.2f}e{exponent} in all" in module.__doc__
+    config.model.residual = "pre"
+    published = count_parameters(parameter_shapes(model_config(config)))
+    assert published == IMAGE_SIZES[name] and f"{published:,}" in numbers

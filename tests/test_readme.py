@@ -34,6 +34,9 @@ def test_files_exist():
 
 def test_configuration_keys_exist():
     from siamese_jax.config import base_config, flat_items
+    from siamese_jax.models.families import FAMILIES
 
-    keys = set(re.findall(r"--config\.([a-z_.]+)=", README))
-    assert keys and keys <= set(flat_items(base_config())), keys
+    known = {key for family in FAMILIES for key in flat_items(base_config(family))}
+    for text in (README, (ROOT / "docs" / "images-and-diffusion.md").read_text(encoding="utf-8")):
+        keys = set(re.findall(r"--config\.([a-z_.]+)=", text))
+        assert keys and keys <= known, keys - known

@@ -94,7 +94,7 @@ def test_json_prints_one_object(place):
 def test_help_shows_the_docstring_and_every_flag(place):
     ended = place.run("--help")
     assert ended.code == 0 and ended.err == ""
-    assert ended.out.startswith("Trains a language model with any residual scheme")
+    assert ended.out.startswith("Trains a language, image or diffusion model")
     for flag in ("--workdir", "--config", "--[no]json"):
         assert flag in ended.out
 
