@@ -15,7 +15,7 @@ from siamese_jax.config import base_config
 def get_config():
     config = base_config("diffusion")
     # Parameters: 4 layers x (attention 4 x 128^2, MLP 2 x 128 x 512, modulation 6 x 128^2) = 1.18M, and 0.1M around
-    # them. A patch is 4 x 4 pixels, so there are 49: 250 MFLOP an image, 26 TFLOP in all.
+    # them. A patch is 4 x 4 pixels, so there are 49: 251 MFLOP an image, 25.7 TFLOP in all.
     config.model.residual = "siamese"
     config.model.image_size = 28
     config.model.patch_size = 4

@@ -10,6 +10,7 @@ import socket
 
 import pytest
 
+from tests.image_place import Images
 from tests.programs import ROOT, checkpoints_of, records, shared_place
 
 MOST = 1e-5
@@ -98,6 +99,29 @@ def test_processes_train_as_one_and_write_once(two_by_four, alone):
     ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (two_by_four, alone))
     assert abs(ours["validation"]["loss"] / theirs["validation"]["loss"] - 1) < MOST
     assert ours["validation"]["tokens"] == theirs["validation"]["tokens"]
+
+
+@pytest.mark.parametrize("family", ["vision", pytest.param("diffusion", marks=pytest.mark.slow)])
+def test_image_models_train_and_are_evaluated_as_one(place, family, tmp_path):
+    """Drop path, augmentation, mixing and noise belong to the image, not to the process that holds it."""
+    images, found = Images(place), []
+    steps = ("training.steps=12", "eval.every=6", "checkpoint.every=6")
+    for processes, devices, sizes in ((2, 2, (2, 2, 1)), (1, 1, (1, 1, 1))):
+        workdir = tmp_path / f"of_{processes}"
+        arguments = images.arguments(family, workdir, *steps, *mesh(*sizes))
+        ended = run_all(place, processes, devices, arguments)
+        assert all(each.code == 0 for each in ended), [each.err[-1500:] for each in ended]
+        told = json.loads((workdir / "summary.json").read_text())
+        assert len(told["pictures"]) == 1 and pathlib.Path(told["pictures"][0]).exists()
+        asked = [f"--workdir={workdir}", "--json", *(["--samples_per_class=1"] if family == "diffusion" else [])]
+        answers = run_all(place, processes, devices, asked, program="eval.py")
+        assert all(each.code == 0 for each in answers), [each.err[-1500:] for each in answers]
+        found.append((workdir, json.loads(answers[0].out)["total"]))
+        assert all(each.out == "" for each in answers[1:])
+    (one, figures), (other, alone) = found
+    same_losses(one, other)
+    assert figures["images"] == alone["images"]
+    assert figures["loss"] == pytest.approx(alone["loss"], rel=MOST)
 
 
 MOVES = [

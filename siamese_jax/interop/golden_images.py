@@ -160,6 +160,33 @@ def compare_diffusion(golden: Golden, settings: Settings) -> tuple[str, list[Row
     """(what the model is, rows) of a diffusion model's file."""
     found = images.diffusion_config(golden.config, shapes_of(golden.group("param")))
     config, layout, params = _model_of(found, images.diffusion_layout, settings, golden)
+    inputs = _diffusion_inputs(golden, config)
+    features, to_the_bit = reference_features(inputs["t"])
+    rows, recorded = [], golden.group("out").get("t_freq")
+    if recorded is not None:
+        limit = float(np.max(inputs["t"]) + 2) * 2.0**-23  # of the largest angle and its frequency, in float32
+        rows.append(difference("t_freq", time_features(jnp.asarray(inputs["t"])), recorded, "abs", limit))
+        features, to_the_bit = recorded, True
+    x, target = (channels_last(inputs[name]).astype(settings.dtype) for name in ("x", "target"))
+    labels = jnp.asarray(inputs["y"], jnp.int32)
+    outputs, first, rest, gradients = _compute_diffusion(
+        config, params, x, jnp.asarray(features, settings.dtype), labels, target
+    )
+    outputs["t_freq"] = features
+    states = stream_states(first, rest)
+    if "cfg_x" in inputs:
+        outputs["cfg_output"], led_to_the_bit = _guided_output(config, params, inputs, settings.dtype)
+    found_rows = output_rows(golden, outputs, states, settings.atol)
+    found_rows += _gradient_rows(golden, layout, config, gradients, settings.rtol)
+    for row in found_rows:
+        exact = led_to_the_bit if row.name == "cfg_output" else to_the_bit
+        if row.name != "t_freq":
+            rows.append(row if exact else _loosened(row))
+    return f"diffusion model, {config.residual}", rows
+
+
+def _diffusion_inputs(golden: Golden, config: DiffusionConfig) -> dict[str, np.ndarray]:
+    """The recorded inputs, checked; a target of zeros where nothing is measured by it."""
     led = {"cfg_x", "cfg_t", "cfg_y", "cfg_scale"}
     has_led = "cfg_output" in golden.group("out")
     needed = {"x", "t", "y"} | ({"target"} if "loss" in golden.group("out") or golden.group("grad") else set())
@@ -169,38 +196,20 @@ def compare_diffusion(golden: Golden, settings: Settings) -> tuple[str, list[Row
         check_numbers(golden, x, inputs[x], (None, config.channels, size, size))
         check_whole(golden, t, inputs[t], len(inputs[x]), LAST_STEP)
         check_whole(golden, y, inputs[y], len(inputs[x]), labels)
-    target = inputs.get("target", np.zeros((len(inputs["x"]), config.out_channels, size, size), np.float32))
-    check_numbers(golden, "target", target, (len(inputs["x"]), config.out_channels, size, size))
-    rows, recorded = [], golden.group("out").get("t_freq")
-    features, to_the_bit = reference_features(inputs["t"])
-    if recorded is not None:
-        limit = float(np.max(inputs["t"]) + 2) * 2.0**-23  # of the largest angle and its frequency, in float32
-        rows.append(difference("t_freq", time_features(jnp.asarray(inputs["t"])), recorded, "abs", limit))
-        features, to_the_bit = recorded, True
-    batch = [
-        jnp.asarray(inputs["x"]),
-        jnp.asarray(features, settings.dtype),
-        jnp.asarray(inputs["y"], jnp.int32),
-        target,
-    ]
-    batch[0], batch[3] = (channels_last(x).astype(settings.dtype) for x in (batch[0], batch[3]))
-    outputs, first, rest, gradients = _compute_diffusion(config, params, *batch)
-    loose = set() if to_the_bit else {*outputs, *stream_states(first, rest)}
-    if has_led:
-        led_features, led_to_the_bit = reference_features(inputs["cfg_t"])
-        loose |= set() if led_to_the_bit else {"cfg_output"}
-        half = channels_last(inputs["cfg_x"]).astype(settings.dtype)[: len(inputs["cfg_x"]) // 2]
-        x = jnp.concatenate([half, half])  # the reference does not read the second half
-        both = _predict(
-            config, params, x, jnp.asarray(led_features, settings.dtype), jnp.asarray(inputs["cfg_y"], jnp.int32)
-        )
-        outputs["cfg_output"] = channels_first(guide(both, float(inputs["cfg_scale"]), config.channels))
-    outputs["t_freq"] = features
-    found_rows = output_rows(golden, outputs, stream_states(first, rest), settings.atol)
-    rows += [row for row in found_rows if row.name != "t_freq"]
-    rows += _gradient_rows(golden, layout, config, gradients, settings.rtol)
-    rows = [_loosened(row) if row.name.removeprefix("state/") in loose else row for row in rows]
-    return f"diffusion model, {config.residual}", rows
+    shape = len(inputs["x"]), config.out_channels, size, size
+    inputs.setdefault("target", np.zeros(shape, np.float32))
+    check_numbers(golden, "target", inputs["target"], shape)
+    return {name: array for name, array in inputs.items() if has_led or name not in led}
+
+
+def _guided_output(config: DiffusionConfig, params, inputs, dtype: str) -> tuple[jax.Array, bool]:
+    """(guided output of both halves of a batch, whether its time features are the reference's to the last bit)."""
+    features, to_the_bit = reference_features(inputs["cfg_t"])
+    half = channels_last(inputs["cfg_x"]).astype(dtype)[: len(inputs["cfg_x"]) // 2]
+    x = jnp.concatenate([half, half])  # the reference does not read the second half
+    labels = jnp.asarray(inputs["cfg_y"], jnp.int32)
+    both = _predict(config, params, x, jnp.asarray(features, dtype), labels)
+    return channels_first(guide(both, float(inputs["cfg_scale"]), config.channels)), to_the_bit
 
 
 def _loosened(row: Row) -> Row:

@@ -155,6 +155,18 @@ def test_the_objective_of_diffusion_is_the_error_of_the_noise_and_the_bound():
     np.testing.assert_allclose([objective, loss], [np.mean(mse) + np.mean(vb), np.mean(mse)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["vision", "diffusion"])
+def test_bfloat16_with_float32_streams_is_close_to_float32(family):
+    config, model, params = tiny(family)
+    (wide, _), gradient = gradients(config, model, params, 1)
+    config.model.dtype, config.model.stream_dtype = "bfloat16", "float32"
+    (narrow, _), rough = gradients(config, make_model(model_config(config)), params, 1)
+    np.testing.assert_allclose(narrow, wide, rtol=0.02)
+    one, other = ravel_pytree(gradient)[0], ravel_pytree(rough)[0]
+    assert other.dtype == np.float32
+    assert np.linalg.norm(one - other) < 0.05 * np.linalg.norm(one)
+
+
 def test_distilled_models_learn_with_both_heads():
     config, model, params = tiny("vision", model__distilled=True)
     _, gradient = gradients(config, model, params, 1)
