@@ -41,7 +41,7 @@ def test_an_image_run_ends_with_its_figures_and_a_picture(images):
     assert train["total"]["images"] == 10 and is_png(workdir / "train.png")
 
 
-@pytest.mark.parametrize("family", ["vision", "diffusion"])
+@pytest.mark.parametrize("family", ["vision", pytest.param("diffusion", marks=pytest.mark.slow)])
 def test_killed_runs_continue_exactly_with_all_that_is_drawn(images, family, tmp_path):
     reference, workdir = images.finished(family), tmp_path / "run"
     kills = 0
@@ -153,6 +153,7 @@ def test_wrong_questions_end_in_one_line(images, tmp_path, family, arguments, wo
     assert snapshot(workdir) == before
 
 
+@pytest.mark.slow
 def test_guidance_without_label_dropout_is_refused_in_evaluation_too(images, tmp_path):
     workdir = tmp_path / "run"
     keys = ("model.label_dropout=0.0", "eval.guidance=1.0", "training.steps=3", "eval.samples_per_class=1")

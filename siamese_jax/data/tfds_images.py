@@ -74,6 +74,7 @@ def _builder(tfds, name: str, data_dir: str):
     absl_logging.set_verbosity(absl_logging.ERROR)  # of a missing folder it warns, beside our own line
     try:
         builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
+        is_prepared = builder.is_prepared()
     except tfds.core.registered.DatasetNotFoundError as error:
         known = tfds.list_builders(with_community_datasets=False)
         near = ", ".join(difflib.get_close_matches(name.partition("/")[0], known, n=3, cutoff=0.3)) or "none"
@@ -82,7 +83,7 @@ def _builder(tfds, name: str, data_dir: str):
         raise InputError(f"data.source tfds:{name}: {' '.join(str(error).split())[:120]}") from error
     finally:
         absl_logging.set_verbosity(verbosity)
-    if not builder.is_prepared():
+    if not is_prepared:
         # Asked for its data it would try to download them, for minutes where there is no network.
         raise InputError(
             f"tfds:{name} is not prepared in {builder.data_path.parent.parent}: {_how(name, data_dir)}"

@@ -53,13 +53,13 @@ def test_nan_is_null_in_json(place, tmp_path):
 def test_wrong_input_ends_in_one_line_before_anything_is_computed(place, tmp_path):
     (tmp_path / "x.npz").write_text("text")
     image = tmp_path / "image.npz"
-    np.savez(image, config=json.dumps({"img_size": 16}), meta=json.dumps({"dtype": "float32"}))
+    np.savez(image, config=json.dumps({"sample_rate": 16}), meta=json.dumps({"dtype": "float32"}))
     for arguments, words in (
         ([], ("golden files (.npz) or --live",)),
         ([B1, "--live"], ("golden files (.npz) or --live",)),
         ([B1, tmp_path / "x.npz"], ("x.npz", "not a golden file")),
         ([tmp_path / "missing.npz"], ("no golden file", "missing.npz")),
-        ([image], ("image.npz", "does not have", "img_size")),
+        ([image], ("image.npz", "does not have", "sample_rate")),
         ([B1, "--atol=-1"], ("--atol is -1",)),
         ([B1, "--dtype=float16"], ("dtype", "float32")),
         ([B1, "--attol=1"], ("attol",)),
