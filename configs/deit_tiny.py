@@ -42,6 +42,7 @@ def get_config():
 
     config.data.source = "tfds:imagenet2012"
     config.data.normalise = "imagenet"
+    config.data.grey_to_colour = True  # some of its files are grey
     config.data.crop = "random_resized"
     config.data.flip = True
     config.data.rand_augment_layers = 2

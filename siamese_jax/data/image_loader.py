@@ -4,7 +4,8 @@ Shapes: B rows that are read, H height, W width, C channels.
 """
 
 import concurrent.futures
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -100,17 +101,38 @@ def _batch(images: ImageSet, examples: Iterable[tuple[np.ndarray, int]]) -> dict
 
 
 def evaluation_batches(
-    images: ImageSet, augmentation: Augmentation, batch_size: int, rows: np.ndarray, num_images: int
+    images: ImageSet,
+    augmentation: Augmentation,
+    batch_size: int,
+    rows: np.ndarray,
+    num_images: int,
+    workers: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
     """The first `num_images` images, each exactly once, in order: images, labels, index int64 [B] (-1 where a row
     only fills up the last batch) and weights float32 [B] (0 there). rows: those of every batch that are read.
+    workers: threads that decode.
     """
-    for first in range(0, num_images, batch_size):
-        index = first + rows
-        real = index < num_images
-        found = (images.example(place) for place in np.where(real, index, 0).tolist())
-        batch = _batch(images, ((augmentation.plain(image), label) for image, label in found))
-        yield batch | {"index": np.where(real, index, -1), "weights": real.astype(np.float32)}
+
+    def one(place: int) -> tuple[np.ndarray, int]:
+        image, label = images.example(place)
+        return augmentation.plain(image), label
+
+    with _mapper(workers) as apply:
+        for first in range(0, num_images, batch_size):
+            index = first + rows
+            real = index < num_images
+            batch = _batch(images, apply(one, np.where(real, index, 0).tolist()))
+            yield batch | {"index": np.where(real, index, -1), "weights": real.astype(np.float32)}
+
+
+@contextlib.contextmanager
+def _mapper(workers: int) -> Iterator[Callable]:
+    """map, by so many threads; 0 = none."""
+    if not workers:
+        yield map
+        return
+    with concurrent.futures.ThreadPoolExecutor(workers) as threads:
+        yield threads.map
 
 
 def check_images(images: ImageSet, augmentation: Augmentation, num_classes: int) -> None:

@@ -46,16 +46,27 @@ def classify(model: VisionModel, params, batch) -> dict[str, jax.Array]:
     return {"guess": jnp.argmax(logits_BK, axis=-1), "rank": rank, "nats": nats}
 
 
+def names_of(images: ImageSet, num_classes: int) -> list[str]:
+    """A name for each of the model's classes: that of the set, or its number where the set has fewer."""
+    return [images.class_names[k] if k < images.num_classes else str(k) for k in range(num_classes)]
+
+
 class ClassificationEvaluator:
     """Evaluates parameters on one set of images again and again with one compiled program.
 
-    batch_size: rounded up to the parts that the mesh splits a batch into.
+    batch_size: rounded up to the parts that the mesh splits a batch into. workers: threads that decode.
     """
 
     def __init__(
-        self, model: VisionModel, images: ImageSet, augmentation: Augmentation, mesh: Mesh, batch_size: int
+        self,
+        model: VisionModel,
+        images: ImageSet,
+        augmentation: Augmentation,
+        mesh: Mesh,
+        batch_size: int,
+        workers: int = 0,
     ):
-        self.images, self.augmentation, self.mesh = images, augmentation, mesh
+        self.images, self.augmentation, self.mesh, self.workers = images, augmentation, mesh, workers
         self.num_classes = model.config.num_classes
         self.batch_size = -(-batch_size // batch_parts(mesh)) * batch_parts(mesh)
         self._classify = compiled_on_mesh(lambda params, batch: classify(model, params, batch), model, mesh)
@@ -77,7 +88,7 @@ class ClassificationEvaluator:
     def _seen(self, params, size: int):
         """(images done, their labels, what the model made of them), of real images only."""
         rows = own_rows(self.mesh, self.batch_size)
-        batches = evaluation_batches(self.images, self.augmentation, self.batch_size, rows, size)
+        batches = evaluation_batches(self.images, self.augmentation, self.batch_size, rows, size, self.workers)
         pending = None
         for number, batch in enumerate(batches):
             put = put_batch({k: batch[k] for k in ("images", "labels")}, self.mesh, rows, self.batch_size)

@@ -33,8 +33,9 @@ class NoiseEvaluator:
 
     def __init__(
         self, model: DiffusionModel, images: ImageSet, augmentation: Augmentation, mesh: Mesh, batch_size: int,
-        num_steps: int,
+        num_steps: int, workers: int = 0,
     ):  # fmt: skip
+        self.workers = workers
         self.images, self.augmentation, self.mesh = images, augmentation, mesh
         self.batch_size = -(-batch_size // batch_parts(mesh)) * batch_parts(mesh)
         process = Process(num_steps)
@@ -57,7 +58,7 @@ class NoiseEvaluator:
         """{'loss': mean squared error of the noise, 'vb': bits per dimension, 'images'}; num_images: 0 = all."""
         size, sums = num_images or len(self.images), np.zeros(2)
         rows = own_rows(self.mesh, self.batch_size)
-        batches = evaluation_batches(self.images, self.augmentation, self.batch_size, rows, size)
+        batches = evaluation_batches(self.images, self.augmentation, self.batch_size, rows, size, self.workers)
         for number, batch in enumerate(batches, start=1):
             index = np.maximum(batch["index"], 0)
             batch |= {

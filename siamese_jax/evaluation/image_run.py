@@ -12,7 +12,7 @@ import numpy as np
 from siamese_jax.data.image_loader import check_images, make_augmentation, open_image_set
 from siamese_jax.data.images import ImageSet
 from siamese_jax.errors import InputError
-from siamese_jax.evaluation.classification import ClassificationEvaluator
+from siamese_jax.evaluation.classification import ClassificationEvaluator, names_of
 from siamese_jax.evaluation.diffusion import NoiseEvaluator, Sampler
 from siamese_jax.evaluation.features import Judge, in_batches, load_features
 from siamese_jax.evaluation.frechet import (
@@ -54,17 +54,18 @@ def evaluate_vision(
     """Top-1, top-5, loss and the confusion matrix; picture: a PNG of it. Arguments as eval.py's options."""
     images, augmentation = _open_images(run, split, source)
     batch_size = batch_size or run.config.eval.batch_size
-    evaluator = ClassificationEvaluator(run.model, images, augmentation, run.mesh, batch_size)
+    evaluator = ClassificationEvaluator(
+        run.model, images, augmentation, run.mesh, batch_size, run.config.data.workers
+    )
+    names = names_of(images, run.model.config.num_classes)
     weights, size = restore_weights(run, step, say, average), _size(images, max_images)
     with progress_bar(size, "image") as progress:
         found = evaluator(weights.params, progress, size)
     if picture and jax.process_index() == 0:
-        confusion_matrix(
-            picture, found["confusion"], images.class_names, f"{images.name}, {run.config.model.residual}"
-        )
+        confusion_matrix(picture, found["confusion"], names, f"{images.name}, {run.config.model.residual}")
     return {
         **told(run, weights), "source": source or run.config.data.source, "split": split,
-        "total": found["total"], "class_names": list(images.class_names), "confusion": found["confusion"].tolist(),
+        "total": found["total"], "class_names": names, "confusion": found["confusion"].tolist(),
         "broken": images.broken, "picture": picture or None,
     }  # fmt: skip
 
@@ -113,7 +114,7 @@ def evaluate_diffusion(
     features = load_features(sampling.features) if sampling.features else judge and judge.features
     _check(sampling, run, images, judge, features)
     evaluator = NoiseEvaluator(
-        run.model, images, augmentation, run.mesh, batch_size, config.training.diffusion_steps
+        run.model, images, augmentation, run.mesh, batch_size, config.training.diffusion_steps, config.data.workers
     )
     weights, size = restore_weights(run, step, say, average), _size(images, max_images)
     with progress_bar(size, "image") as progress:
@@ -166,7 +167,7 @@ def _samples(
 ) -> dict:  # fmt: skip
     """Makes the samples, writes what is asked for, and says how they are judged."""
     num_classes = run.model.config.num_classes
-    names = [images.class_names[k] if k < images.num_classes else str(k) for k in range(num_classes)]
+    names = names_of(images, num_classes)
     classes = range(min(sampling.classes or num_classes, num_classes))
     labels = np.repeat(np.array(classes, np.int32), sampling.per_class)
     with progress_bar(len(labels), "sample") as progress:

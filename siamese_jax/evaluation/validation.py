@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from siamese_jax.evaluation.classification import ClassificationEvaluator
+from siamese_jax.evaluation.classification import ClassificationEvaluator, names_of
 from siamese_jax.evaluation.diffusion import NoiseEvaluator, Sampler, to_pixels
 from siamese_jax.evaluation.generation import sample
 from siamese_jax.evaluation.perplexity import Evaluator
@@ -58,8 +58,9 @@ class VisionValidation:
     def __init__(self, parts: Any):
         self.parts, config = parts, parts.config
         self.evaluator = ClassificationEvaluator(
-            parts.model, parts.data.validation, parts.data.loader.augmentation, parts.mesh, config.eval.batch_size
-        )
+            parts.model, parts.data.validation, parts.data.loader.augmentation, parts.mesh, config.eval.batch_size,
+            config.data.workers,
+        )  # fmt: skip
         self.size = len(parts.data.validation)
         self.part = min(config.eval.max_images or self.size, self.size)
 
@@ -71,12 +72,12 @@ class VisionValidation:
     def finish(self, params, workdir: str, progress: Progress) -> dict:
         """The whole validation set, and its confusion matrix as a picture."""
         result, images = self.evaluator(params, progress, self.size), self.parts.data.validation
-        pictures = []
-        if images.num_classes <= MOST_CLASSES:
+        pictures, num_classes = [], self.parts.model_config.num_classes
+        if num_classes <= MOST_CLASSES:
             pictures = [str(pathlib.Path(workdir) / "confusion.png")]
         if pictures and jax.process_index() == 0:
             title = f"{images.name}, {self.parts.model_config.residual}"
-            confusion_matrix(pictures[0], result["confusion"], images.class_names, title)
+            confusion_matrix(pictures[0], result["confusion"], names_of(images, num_classes), title)
         return {"validation": result["total"], "pictures": pictures}
 
 
@@ -92,7 +93,7 @@ class DiffusionValidation:
         self.parts, config = parts, parts.config
         self.evaluator = NoiseEvaluator(
             parts.model, parts.data.validation, parts.data.loader.augmentation, parts.mesh, config.eval.batch_size,
-            config.training.diffusion_steps,
+            config.training.diffusion_steps, config.data.workers,
         )  # fmt: skip
         self.size = len(parts.data.validation)
         self.part = min(config.eval.max_images or self.size, self.size)

@@ -6,7 +6,7 @@ import pytest
 
 from siamese_jax.data.augment import Augmentation
 from siamese_jax.data.image_set import ArrayImages
-from siamese_jax.evaluation.classification import ClassificationEvaluator, classify
+from siamese_jax.evaluation.classification import ClassificationEvaluator, classify, names_of
 from siamese_jax.models.families import make_model
 from siamese_jax.models.initialize import initial_parameters
 from siamese_jax.models.vision import VisionConfig
@@ -54,6 +54,8 @@ def test_every_image_counts_once(batch_size, params, images):
     confusion = np.zeros((9, 9), int)
     np.add.at(confusion, (images.labels, guess), 1)
     np.testing.assert_array_equal(found["confusion"], confusion)
+    threads = ClassificationEvaluator(MODEL, images, PLAIN, evaluator.mesh, batch_size, workers=3)
+    assert threads(params)["total"] == total
     few = evaluator(params, num_images=7)["total"]
     assert few["images"] == 7 and few["top1"] == pytest.approx(np.mean(guess[:7] == images.labels[:7]))
 
@@ -75,3 +77,7 @@ def test_of_equal_logits_the_smaller_class_comes_first_and_nan_is_wrong():
     np.testing.assert_array_equal(found["rank"], [0, 1, 3, 4])
     np.testing.assert_array_equal(found["guess"][:3], [0, 0, 0])
     assert np.isnan(found["nats"][3])
+
+
+def test_classes_that_the_images_do_not_have_are_named_by_number(images):
+    assert names_of(images, 11) == [*"abcdefghi", "9", "10"]
