@@ -5,11 +5,12 @@
     python -m siamese_jax.interop.convert --from=DIR --to=EXPORT --layout=huggingface
 
 From PyTorch: CHECKPOINT is a .safetensors, .pt or .bin file, an index of several (model.safetensors.index.json),
-or a folder with one of them; its YAML or JSON configuration lies beside it (or --config_file names it). Read are
+or a folder with one of them (.pth is read as .pt); its YAML or JSON configuration lies beside it (or
+--config_file names it). Read are
   reference     OLMo v1, HybridNorm and SiameseNorm (hybrid-pre) as the reference code names them
   huggingface   Llama, Qwen3, OLMo and OLMo 2 as transformers names them
   deit, dit     DeiT (timm's names, its ViT too) and DiT, Pre-Norm and SiameseNorm; their configuration holds the
-                arguments of the class, or is told by the shapes of the weights
+                arguments of the class; what it lacks, or all of it, the shapes of the weights tell
 DIR becomes a run folder that eval.py takes, with a config.py for train.py. Weights are float32 there.
 
 To PyTorch: DIR is a run folder; its newest sound checkpoint is taken unless --step says otherwise, and the
@@ -103,17 +104,24 @@ def read_foreign_config(weights: pathlib.Path, given: str | None) -> tuple[pathl
 
 
 def find_foreign_config(
-    source: pathlib.Path, given: str | None, shapes: Mapping[str, tuple[int, ...]]
+    source: pathlib.Path,
+    given: str | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    say: Callable[[str], None] = print,
 ) -> tuple[str, dict[str, Any]]:
-    """(where it is from, model configuration): of image models without arguments, told by their shapes."""
-    if given or not images.has_patches(shapes):
+    """(where it is from, model configuration): what that of an image model lacks, its shapes tell."""
+    family = images.family_of(shapes)
+    if not family:
         path, found = read_foreign_config(source, given)
         return path.name, found
+    name, found = "", {}
     with contextlib.suppress(NoConfiguration):
-        path, found = read_foreign_config(source, None)
-        if images.is_deit(found) or images.is_dit(found):
-            return path.name, found
-    return "the shapes of its weights", images.inferred_config(shapes)
+        path, found = read_foreign_config(source, given)
+        name = f"{path.name} and "
+        if not given and not images.holds_arguments(found, family):
+            say(f"note: {path.name} has no arguments of this model's class: it is not read")
+            name, found = "", {}
+    return f"{name}the shapes of its weights", images.told_by_shapes(shapes, found)
 
 
 class NoConfiguration(InputError):
@@ -135,12 +143,12 @@ def foreign_model(
     theirs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], exclude_padding: bool = False
 ) -> tuple[str, TransformerConfig, Layout]:
     """(name of the layout, our configuration, layout) of a PyTorch model; InputError where there is none here."""
-    is_image = images.is_deit(theirs) or images.is_dit(theirs)
-    if is_image and exclude_padding:
+    family = images.family_of(shapes)
+    if family and exclude_padding:
         raise InputError("--exclude_padding: an image model has no vocabulary")
-    if images.is_deit(theirs):
+    if family == "vision":
         name, model = "deit", images.vision_config(theirs, shapes)
-    elif images.is_dit(theirs):
+    elif family == "diffusion":
         name, model = "dit", images.diffusion_config(theirs, shapes)
     elif huggingface.is_huggingface(theirs):
         if exclude_padding:
@@ -168,17 +176,15 @@ def import_checkpoint(
     if folder.suffix in (SAFETENSORS, *PICKLES):
         raise InputError(f"--to {to}: from PyTorch a run folder is made, not a {folder.suffix} file")
     _check_absent(folder)
-    if config_file:
-        read_foreign_config(pathlib.Path(source), config_file)  # a wrong one ends here, whatever the weights
     with open_weights_file(source) as weights:
         found = dict(weights.shapes)
-        config_name, theirs = find_foreign_config(pathlib.Path(source), config_file, found)
+        config_name, theirs = find_foreign_config(pathlib.Path(source), config_file, found, say)
         layout_name, model, layout = foreign_model(theirs, found, exclude_padding)
         if layout_name == "huggingface":
             _check_tied(source, weights, model)
             found = {name: shape for name, shape in found.items() if not huggingface.superfluous(name, model)}
         check_tensors(layout.tensors(), found, f"{source} ({config_name})")
-        layout.check_fixed(weights.read, str(source))
+        layout.check_fixed(weights.read, str(source), weights.types)
         for name in found:
             weights.check_type(name)
         fingerprint = None
@@ -189,6 +195,8 @@ def import_checkpoint(
         else:
             say(f"configuration: {config_name}: {', '.join(f'{key} {value}' for key, value in theirs.items())}")
         config = _run_config(model, theirs, tokenizer)
+        if family_name(model) == "vision":
+            say(f"data.normalise: {config.data.normalise} (imagenet for colours, as DeiT; timm's ViT wants half)")
         about = {
             "tokens": 0,
             "metrics": {},

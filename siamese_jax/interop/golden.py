@@ -11,15 +11,14 @@ import jax
 from siamese_jax.errors import InputError
 from siamese_jax.interop.golden_images import compare_diffusion, compare_vision
 from siamese_jax.interop.golden_language import compare_language
-from siamese_jax.interop.images import DEIT_MARK, DIT_MARK
 from siamese_jax.interop.recorded import TOLERANCES, Golden, Row, Settings, read_golden
 
 Comparison = Callable[[Golden, Settings], tuple[str, list[Row]]]
 # A key that only this family's configuration has -> what compares its files.
 FAMILIES: Mapping[str, Comparison] = {
     "d_model": compare_language,
-    DEIT_MARK: compare_vision,
-    DIT_MARK: compare_diffusion,
+    "img_size": compare_vision,
+    "input_size": compare_diffusion,
 }
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from siamese_jax.errors import InputError
 from siamese_jax.interop import images
 from siamese_jax.interop.layout import Layout, join_all, split_all
 from siamese_jax.interop.recorded import (
@@ -22,6 +23,7 @@ from siamese_jax.interop.recorded import (
     difference,
     gradient_rows,
     inputs_of,
+    opened_by,
     output_rows,
     stream_states,
 )
@@ -95,7 +97,10 @@ def _head_weights(golden: Golden, config: VisionConfig) -> tuple[tuple[float, fl
     names = {"logits", "logits_dist", "loss"}
     if not config.distilled or not names <= set(recorded) or "labels_dist" not in golden.group("in"):
         return HEAD_WEIGHTS["mean of the heads" if config.distilled else "class head alone"], ""
-    rows = np.arange(len(recorded["logits"]))
+    batch = len(golden.group("in")["labels"])
+    for name in ("logits", "logits_dist"):
+        check_numbers(golden, name, recorded[name], (batch, config.num_classes))
+    rows = np.arange(batch)
 
     def loss(head: str, labels: str) -> float:
         logits = recorded[head].astype(np.float64)
@@ -114,10 +119,6 @@ def _compute_vision(config: VisionConfig, heads, params, images_BHWC, labels_2B)
     """({output: array}, streams entering layer 0, streams leaving the layers, gradients)."""
     model, variables = VisionModel(config), {"params": params}
 
-    def opened(model: VisionModel, images_BHWC):
-        residual = model.residual_open
-        return residual.named_streams(residual.open(model.embed(images_BHWC)))
-
     def mean_loss(params):
         scores = model.apply({"params": params}, images_BHWC, method="scores")
         loss = 0.0
@@ -131,7 +132,7 @@ def _compute_vision(config: VisionConfig, heads, params, images_BHWC, labels_2B)
     outputs = {"logits": scores.by_class, "logits_eval": scores.answer, "loss": loss}
     if scores.by_distillation is not None:
         outputs["logits_dist"] = scores.by_distillation
-    first = model.apply(variables, images_BHWC, method=opened)
+    first = model.apply(variables, images_BHWC, method=opened_by(VisionModel.embed))
     _, rest = model.apply(variables, images_BHWC, watch=lambda streams: streams, method="hidden")
     return outputs, first, rest, gradients
 
@@ -196,6 +197,10 @@ def _diffusion_inputs(golden: Golden, config: DiffusionConfig) -> dict[str, np.n
         check_numbers(golden, x, inputs[x], (None, config.channels, size, size))
         check_whole(golden, t, inputs[t], len(inputs[x]), LAST_STEP)
         check_whole(golden, y, inputs[y], len(inputs[x]), labels)
+    if has_led:
+        if inputs["cfg_scale"].shape or len(inputs["cfg_x"]) % 2:
+            shapes = f"cfg_scale has the shape {inputs['cfg_scale'].shape} and cfg_x {len(inputs['cfg_x'])} rows"
+            raise InputError(f"{golden.path}: {shapes}: guidance has one scale and two equal halves")
     shape = len(inputs["x"]), config.out_channels, size, size
     inputs.setdefault("target", np.zeros(shape, np.float32))
     check_numbers(golden, "target", inputs["target"], shape)
@@ -227,16 +232,12 @@ def _compute_diffusion(config: DiffusionConfig, params, x_BHWC, features_BF, lab
     """({output: array}, streams entering layer 0, streams leaving the layers, gradients)."""
     model = DiffusionModel(config)
 
-    def opened(model: DiffusionModel, x_BHWC):
-        residual = model.residual_open
-        return residual.named_streams(residual.open(model.embed(x_BHWC)))
-
     def mean_loss(params):
         output = _predict(config, params, x_BHWC, features_BF, labels_B)
         return jnp.mean(jnp.square(output - target_BHWX)), output
 
     (loss, output), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params)
-    first = model.apply({"params": params}, x_BHWC, method=opened)
+    first = model.apply({"params": params}, x_BHWC, method=opened_by(DiffusionModel.embed))
     _, _, rest = model.apply(
         {"params": params}, x_BHWC, None, labels_B, features_BF=features_BF,
         watch=lambda streams: streams, method="hidden",

@@ -20,6 +20,7 @@ from siamese_jax.interop.recorded import (
     Settings,
     difference,
     gradient_rows,
+    opened_by,
     output_rows,
     stream_states,
 )
@@ -84,10 +85,6 @@ def _compute(config: LanguageConfig, params, tokens_BL, rotary):
     """(logits, streams entering layer 0, streams leaving the layers, loss, gradients)."""
     model, variables = LanguageModel(config), {"params": params}
 
-    def opened(model: LanguageModel, tokens):
-        residual = model.residual_open
-        return residual.named_streams(residual.open(model.embedding(tokens)))
-
     def mean_loss(params):
         losses, _ = model.apply(
             {"params": params}, tokens_BL[:, :-1], tokens_BL[:, 1:],
@@ -96,7 +93,7 @@ def _compute(config: LanguageConfig, params, tokens_BL, rotary):
         return losses.mean()
 
     logits = model.apply(variables, tokens_BL, rotary=rotary)
-    first = model.apply(variables, tokens_BL, method=opened)
+    first = model.apply(variables, tokens_BL, method=opened_by(lambda model, tokens: model.embedding(tokens)))
     _, rest = model.apply(variables, tokens_BL, rotary=rotary, watch=lambda streams: streams, method="hidden")
     return logits, first, rest, *jax.value_and_grad(mean_loss)(params)
 

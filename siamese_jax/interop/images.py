@@ -4,6 +4,7 @@ Their configurations are the arguments of their classes. Legend: D width, F hidd
 C channels, K classes.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,9 +28,11 @@ DIT_DEFAULTS = {
 }  # fmt: skip
 # Keys whose other values our models do not have, with the one that they have.
 DEIT_ONLY = {"drop_rate": 0.0, "attn_drop_rate": 0.0, "qk_scale": None, "representation_size": None}
-DEIT_MARK, DIT_MARK = "img_size", "input_size"
+ARGUMENTS = {"vision": DEIT_DEFAULTS | DEIT_ONLY, "diffusion": DIT_DEFAULTS}
 SIAMESE_MARKS = {"blocks.0.post_norm1.weight": "vision", "blocks.0.postnorm1.weight": "diffusion"}
 PATCHES = {"vision": "patch_embed.proj", "diffusion": "x_embedder.proj"}
+FIRST_HIDDEN = "blocks.0.mlp.fc1.weight"
+HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16}  # of the published widths: T, S, B, L, XL, H
 # Our norm of a sub-block -> theirs, which carries the number of the sub-block.
 DEIT_NORMS = {"post": "post_norm", "pre": "pre_norm", "input": "input_norm"}
 DIT_NORMS = {"post": "postnorm", "pre": "prenorm"}
@@ -41,14 +44,15 @@ SAME = ("activation", "norm", "norm_epsilon", "query_norm", "key_norm", "value_n
 SUB_BLOCKS = {"attention": 1, "mlp": 2}
 
 
-def is_deit(theirs: Mapping[str, Any]) -> bool:
-    """Whether a configuration has the arguments of DeiT."""
-    return DEIT_MARK in theirs
+def family_of(shapes: Mapping[str, Shape]) -> str | None:
+    """vision or diffusion, where parameters of these names are those of DeiT or DiT; None elsewhere."""
+    found = [family for family, name in PATCHES.items() if f"{name}.weight" in shapes]
+    return found[0] if found and FIRST_HIDDEN in shapes else None
 
 
-def is_dit(theirs: Mapping[str, Any]) -> bool:
-    """Whether a configuration has the arguments of DiT."""
-    return DIT_MARK in theirs
+def holds_arguments(found: Mapping[str, Any], family: str) -> bool:
+    """Whether a configuration is of this class; timm's own, which names an architecture, is of another kind."""
+    return "architecture" not in found and bool(ARGUMENTS[family].keys() & found.keys())
 
 
 # ------------------------------------------------------------------------------ their configuration -> ours
@@ -56,7 +60,7 @@ def is_dit(theirs: Mapping[str, Any]) -> bool:
 
 def vision_config(theirs: Mapping[str, Any], shapes: Mapping[str, Shape]) -> VisionConfig:
     """Our configuration for DeiT's arguments and the shapes of its parameters, which tell the scheme."""
-    keys.check_known(theirs, (*DEIT_DEFAULTS, *DEIT_ONLY), DEIT_ONLY)
+    keys.check_known(theirs, ARGUMENTS["vision"], DEIT_ONLY)
     given = DEIT_DEFAULTS | dict(theirs)
     width = keys.whole(given, "embed_dim")
     if not keys.flag(given, "qkv_bias"):
@@ -78,7 +82,7 @@ def vision_config(theirs: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Vis
 
 def diffusion_config(theirs: Mapping[str, Any], shapes: Mapping[str, Shape]) -> DiffusionConfig:
     """Our configuration for DiT's arguments and the shapes of its parameters, which tell the scheme."""
-    keys.check_known(theirs, DIT_DEFAULTS, {})
+    keys.check_known(theirs, ARGUMENTS["diffusion"], {})
     given = DIT_DEFAULTS | dict(theirs)
     width = keys.whole(given, "hidden_size")
     return DiffusionConfig(
@@ -104,42 +108,54 @@ def _share(given: Mapping[str, Any], key: str) -> float:
     return 0.0 if given[key] == 0 else keys.number(given, key)
 
 
-def has_patches(shapes: Mapping[str, Shape]) -> bool:
-    """Whether parameters of these names are those of DeiT or DiT."""
-    return any(f"{name}.weight" in shapes for name in PATCHES.values()) and "blocks.0.mlp.fc1.weight" in shapes
+def told_by_shapes(shapes: Mapping[str, Shape], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of DeiT or DiT that parameters of these shapes have, but for those given.
 
-
-def inferred_config(shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """The arguments of DeiT or DiT that parameters of these shapes have; InputError where they do not tell.
-
-    Files of timm and DiT bring no arguments. All but the number of heads stand in the shapes; heads are 64 wide,
-    as in every published DeiT and DiT but DiT-XL, whose 16 are 72 wide.
+    Files of timm and DiT bring none. What shapes do not tell is as in every published model: the number of heads
+    by the width (InputError for another width), and a DiT's last label stands for none.
     """
-    depth = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-    family = next(family for family, name in PATCHES.items() if f"{name}.weight" in shapes)
-    width, channels, side, _ = shapes[f"{PATCHES[family]}.weight"]
-    heads = 16 if width == 1152 else width // 64
-    common = {
-        "patch_size": side, "depth": depth, "num_heads": heads,
-        "mlp_ratio": shapes["blocks.0.mlp.fc1.weight"][0] / width,
-    }  # fmt: skip
-    length = shapes.get("pos_embed", (0, 0, 0))[1]
-    if heads < 1 or width % heads or not length:
+    family = family_of(shapes)
+    keys.check_known(given, ARGUMENTS[family], {})
+    kernel, table = f"{PATCHES[family]}.weight", shapes.get("pos_embed", ())
+    extra = 1 + ("dist_token" in shapes) if family == "vision" else 0
+    if len(shapes[kernel]) != 4 or not shapes[kernel][2] == shapes[kernel][3] >= 1:
+        raise InputError(f"{kernel} has the shape {shapes[kernel]}: square patches of images have (D, C, P, P)")
+    if len(table) != 3 or table[1] <= extra or len(shapes[FIRST_HIDDEN]) != 2:
         raise InputError(
-            f"the number of heads of width {width} cannot be told: give --config_file with the arguments"
+            f"pos_embed has the shape {table or 'none'} and {FIRST_HIDDEN} {shapes[FIRST_HIDDEN]}: "
+            "these are not the positions and the MLP of DeiT or DiT"
         )
-    if family == "vision":
-        distilled = "dist_token" in shapes
-        return common | {
-            "img_size": side * round((length - 1 - distilled) ** 0.5), "in_chans": channels, "embed_dim": width,
-            "num_classes": shapes.get("head.weight", (0,))[0], "distilled": distilled,
-        }  # fmt: skip
-    outputs = shapes.get("final_layer.linear.weight", (0,))[0] // side**2
-    return common | {
-        "input_size": side * round(length**0.5), "in_channels": channels, "hidden_size": width,
-        "num_classes": shapes.get("y_embedder.embedding_table.weight", (0,))[0] - 1, "class_dropout_prob": 0.1,
-        "learn_sigma": outputs == 2 * channels,
+    width, channels, side, _ = shapes[kernel]
+    told = {
+        "patch_size": side, "depth": len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+        "mlp_ratio": _ratio(shapes[FIRST_HIDDEN][0], width), "num_heads": HEADS.get(width),
     }  # fmt: skip
+    size = side * round((table[1] - extra) ** 0.5)
+    if family == "vision":
+        told |= {
+            "img_size": size, "in_chans": channels, "embed_dim": width,
+            "num_classes": shapes.get("head.weight", (0,))[0], "distilled": "dist_token" in shapes,
+        }  # fmt: skip
+    else:
+        told |= {
+            "input_size": size, "in_channels": channels, "hidden_size": width, "class_dropout_prob": 0.1,
+            "num_classes": shapes.get("y_embedder.embedding_table.weight", (0,))[0]
+            - (given.get("class_dropout_prob", 0.1) != 0),
+            "learn_sigma": shapes.get("final_layer.linear.weight", (0,))[0] == 2 * channels * side**2,
+        }  # fmt: skip
+    told |= given
+    if told["num_heads"] is None:
+        raise InputError(
+            f"shapes do not tell the number of heads, and no published model has the width {width}: "
+            'give --config_file=FILE.json with {"num_heads": NUMBER}'
+        )
+    return told
+
+
+def _ratio(hidden: int, width: int) -> float:
+    """The smallest mlp_ratio of which int(mlp_ratio * width), as the references compute it, is `hidden`."""
+    ratio = hidden / width
+    return ratio if int(ratio * width) == hidden else math.nextafter(ratio, math.inf)
 
 
 # ------------------------------------------------------------------------------ our configuration -> theirs
@@ -150,7 +166,7 @@ def reference_config(config: TransformerConfig, base: Mapping[str, Any] | None =
     _check_expressible(config)
     common = {
         "patch_size": config.patch_size, "depth": config.num_layers, "num_heads": config.num_heads,
-        "mlp_ratio": config.mlp_hidden / config.width, "num_classes": config.num_classes,
+        "mlp_ratio": _ratio(config.mlp_hidden, config.width), "num_classes": config.num_classes,
     }  # fmt: skip
     if isinstance(config, VisionConfig):
         return dict(base or {}) | common | {

@@ -17,6 +17,7 @@ from siamese_jax.models.transformer import TransformerConfig
 Array = np.ndarray
 Shape = tuple[int, ...]
 FIXED_TOLERANCE = 1e-5  # tables of sines, computed in several ways
+ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}  # of numbers up to 1 stored in these types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Layout:
         shapes = {name: shape for rule in rules for name, shape in rule.theirs.items()}
         return shapes | {name: array.shape for name, array in self.fixed.items()}
 
-    def check_fixed(self, read: Callable[[str], Array], where: str) -> None:
-        """InputError where a tensor that we compute is another one there."""
+    def check_fixed(self, read: Callable[[str], Array], where: str, types: Mapping[str, str] | None = None) -> None:
+        """InputError where a tensor that we compute is another one there; types: in which they are stored."""
         for name, ours in self.fixed.items():
             most = float(np.max(np.abs(np.asarray(read(name), np.float64) - ours)))
-            if not most <= FIXED_TOLERANCE:
+            if not most <= FIXED_TOLERANCE + ROUNDING.get((types or {}).get(name, ""), 0.0):
                 raise InputError(f"{where}: {name} differs from the frozen one by up to {most:.3g}: it was trained")
 
     def entries(self, config: TransformerConfig) -> dict[str, "Entry"]:

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,16 @@ def gradient_rows(golden: Golden, ours: Mapping[str, Any], rtol: float) -> list[
     return rows
 
 
+def opened_by(embed: Callable[[Any, Any], Any]) -> Callable[[Any, Any], dict[str, Any]]:
+    """(model, inputs) -> the streams that enter layer 0; embed: (model, inputs) -> [B, L, D]. For `apply`."""
+
+    def opened(model, inputs):
+        residual = model.residual_open
+        return residual.named_streams(residual.open(embed(model, inputs)))
+
+    return opened
+
+
 def inputs_of(golden: Golden, needed: set[str], known: set[str]) -> dict[str, np.ndarray]:
     """The recorded inputs; InputError where a needed one is missing or one is unknown."""
     inputs = golden.group("in")
@@ -174,5 +184,7 @@ def check_whole(golden: Golden, name: str, array: np.ndarray, length: int, most:
     if array.shape != (length,) or not np.issubdtype(array.dtype, np.integer):
         found = f"{array.dtype} of shape {array.shape}"
         raise InputError(f"{golden.path}: {name} is {found}, not {length} whole numbers")
+    if not length:
+        raise InputError(f"{golden.path}: {name} is empty: record at least one example")
     if array.min() < 0 or array.max() > most:
         raise InputError(f"{golden.path}: {name} from {array.min()} to {array.max()} lie outside 0 to {most}")

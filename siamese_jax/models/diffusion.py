@@ -16,47 +16,32 @@ from siamese_jax.layers.condition import LabelEmbedding, TimeEmbedding, time_fea
 from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.modulation import Modulation
 from siamese_jax.layers.patches import from_patches, sine_cosine_table, to_patches
+from siamese_jax.models.image import ImageConfig, check_image
 from siamese_jax.models.stack import Context
-from siamese_jax.models.transformer import TransformerConfig, TransformerModel, check_positive, check_transformer
-from siamese_jax.models.vision import check_patches
+from siamese_jax.models.transformer import TransformerModel
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class DiffusionConfig(TransformerConfig):
-    """Every option of the diffusion model, with its default (DiT-S/2); `model.*` of a configuration file."""
+class DiffusionConfig(ImageConfig):
+    """Every option of the diffusion model, with its default (DiT-S/2); `model.*` of a configuration file.
 
-    residual: str = "siamese"
-    num_layers: int = 12
+    `norm` is that of the residual scheme: the modulated norms that branches and head read through are LayerNorm.
+    """
+
     width: int = 384
     num_heads: int = 6
     mlp_hidden: int = 1536
     activation: str = "gelu_tanh"
-    norm: str = "layer"
-    norm_epsilon: float = 1e-6
-    query_norm: str = "none"
-    key_norm: str = "none"
-    use_bias: bool = True
     image_size: int = 32  # of the latents, or the pixels, of a side
     patch_size: int = 2
     channels: int = 4
-    num_classes: int = 1000
     label_dropout: float = 0.1  # share of examples whose label is hidden in training; guidance needs some
     learn_sigma: bool = True
 
     depth_scaled = ()
     per_patch = ("patches", "output")  # matrices that multiply every patch
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def patch_features(self) -> int:
-        """Numbers in a patch."""
-        return self.patch_size**2 * self.channels
 
     @property
     def out_channels(self) -> int:
@@ -73,7 +58,10 @@ class DiffusionConfig(TransformerConfig):
         return super().segments(norms_in_branches)
 
     def initial_stds(self) -> dict[str, float]:
-        """Path ending -> standard deviation of the initial parameters: Xavier's, or 0.02, or 0, as DiT's code."""
+        """Path ending -> standard deviation of the initial parameters: Xavier's, or 0.02, or 0, as DiT's code.
+
+        They are of normal draws, cut at three deviations; DiT's Xavier draws are uniform. Biases start at 0.
+        """
 
         def xavier(fan_in: int, fan_out: int) -> float:
             return math.sqrt(2 / (fan_in + fan_out))
@@ -90,9 +78,7 @@ class DiffusionConfig(TransformerConfig):
 
 def check_diffusion(config: DiffusionConfig) -> None:
     """InputError with one line for the first thing that cannot work."""
-    check_transformer(config)
-    check_positive(config, "image_size", "patch_size", "channels", "num_classes")
-    check_patches(config.image_size, config.patch_size)
+    check_image(config)
     if config.width % 4:
         raise InputError(f"model.width is {config.width}: two-dimensional sine positions need a multiple of 4")
     if not 0 <= config.label_dropout < 1:

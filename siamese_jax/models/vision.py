@@ -14,31 +14,20 @@ from siamese_jax.errors import InputError
 from siamese_jax.layers.activations import constrain
 from siamese_jax.layers.dense import Dense
 from siamese_jax.layers.patches import to_patches
+from siamese_jax.models.image import ImageConfig, check_image
 from siamese_jax.models.stack import Context
-from siamese_jax.models.transformer import TransformerConfig, TransformerModel, check_positive, check_transformer
+from siamese_jax.models.transformer import TransformerModel
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionConfig(TransformerConfig):
+class VisionConfig(ImageConfig):
     """Every option of the image classifier, with its default (DeiT-T); `model.*` of a configuration file."""
 
-    residual: str = "siamese"
-    num_layers: int = 12
     width: int = 192
     num_heads: int = 3
     mlp_hidden: int = 768
-    activation: str = "gelu"
-    norm: str = "layer"
-    norm_epsilon: float = 1e-6
-    query_norm: str = "none"
-    key_norm: str = "none"
-    use_bias: bool = True
-    image_size: int = 224  # pixels of a side
-    patch_size: int = 16
-    channels: int = 3
-    num_classes: int = 1000
     distilled: bool = False  # a second token with a head of its own; the answer is the mean of both
     drop_path: float = 0.0  # probability that the last layer's updates are left out; linear in depth
     init_std: float = 0.02
@@ -47,24 +36,15 @@ class VisionConfig(TransformerConfig):
     per_patch = ("patches",)  # matrices that multiply every patch
 
     @property
-    def num_patches(self) -> int:
-        """Patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
     def num_tokens(self) -> int:
         """Positions: the class token, by option the distillation token, and the patches."""
         return 1 + self.distilled + self.num_patches
 
-    @property
-    def patch_features(self) -> int:
-        """Numbers in a patch."""
-        return self.patch_size**2 * self.channels
-
     def initial_stds(self) -> dict[str, float]:
         """Path ending -> standard deviation of the initial parameters, those of timm's DeiT.
 
-        A patch kernel starts as PyTorch's convolutions do, whose uniform draw has a variance of 1 / (3 fan_in).
+        They are of normal draws, cut at three deviations; biases start at 0. A patch kernel starts as wide as
+        PyTorch's convolutions, whose draw, and that of their bias, is uniform with a variance of 1 / (3 fan_in).
         """
         names = (
             "tokens/class", "tokens/distillation", "positions/table", "attention/qkv/kernel",
@@ -74,19 +54,9 @@ class VisionConfig(TransformerConfig):
         return {"patches/kernel": (3 * self.patch_features) ** -0.5} | dict.fromkeys(names, self.init_std)
 
 
-def check_patches(image_size: int, patch_size: int) -> None:
-    """InputError unless patches of this side fill the image."""
-    if image_size % patch_size:
-        raise InputError(
-            f"model.patch_size {patch_size} does not divide model.image_size {image_size}: change one of them"
-        )
-
-
 def check_vision(config: VisionConfig) -> None:
     """InputError with one line for the first thing that cannot work."""
-    check_transformer(config)
-    check_positive(config, "image_size", "patch_size", "channels", "num_classes")
-    check_patches(config.image_size, config.patch_size)
+    check_image(config)
     if not 0 <= config.drop_path < 1:
         raise InputError(f"model.drop_path is {config.drop_path}: a probability, set it from 0 to below 1")
     if not config.init_std > 0:
@@ -160,6 +130,8 @@ class VisionModel(TransformerModel):
 
         keys: a raw random key for every image, uint32 [B, 2], for drop path; None = nothing is dropped.
         """
+        if keys_B2 is not None and keys_B2.shape != (len(images_BHWC), 2):
+            raise InputError(f"keys of shape {keys_B2.shape} for {len(images_BHWC)} images: give one for each")
         return self.through_layers(self.embed(images_BHWC), Context(keys_B2=keys_B2), watch)
 
     def scores(self, images_BHWC, *, keys_B2=None) -> Scores:

@@ -38,6 +38,8 @@ class Residual(nn.Module):
     stream_names: typing.ClassVar[tuple[str, ...]] = ("stream",)
     # '' where that works with this scheme, or why it does not.
     why_no_norms_in_branches: typing.ClassVar[str] = ""
+    # Options, on by default, that switch norms which branches with norms of their own replace.
+    replaced_options: typing.ClassVar[tuple[str, ...]] = ()
     # Options that `open` and `close` read: a single layer cannot have its own.
     model_options: typing.ClassVar[tuple[str, ...]] = ()
 
@@ -225,6 +227,12 @@ def _with_norms_in_branches(name: str, factory: "SchemeFactory") -> "SchemeFacto
             f"model.residual {name!r} does not fit branches with modulated norms of their own: "
             f"{factory.scheme.why_no_norms_in_branches}: choose another scheme, such as siamese or pre"
         )
+    for option, value in factory.options:
+        if option in factory.scheme.replaced_options and not value:
+            raise InputError(
+                f"model.residual_options.{option} of scheme {name!r} is off, but this model's modulated norms "
+                "stand in the place of that norm, always: leave the option on"
+            )
     return dataclasses.replace(factory, norms_in_branches=True)
 
 

@@ -64,6 +64,7 @@ class Siamese(TwoStream):
     post_norm: Literal["read", "write"] = "read"
 
     model_options = ("final_norm", "post_norm")
+    replaced_options = ("input_norm", "final_norm")
 
     def setup(self):
         self.attention_post, self.attention_pre, self.mlp_post, self.mlp_pre = (self.norm() for _ in range(4))
@@ -129,6 +130,7 @@ class SiameseHybrid(TwoStream):
     ffn_residual_after_norm: bool = True
 
     model_options = ("final_norm",)
+    replaced_options = ("input_norm", "final_norm")
 
     def setup(self):
         self.attention_post = self.norm() if self.attn_norm else Mix()

@@ -45,11 +45,12 @@ class DiffusionTask(Task):
 
         return loss
 
-    def watch(self, model, params, batch, look):
+    def watch(self, config, model, params, batch, look):
         key = jax.random.key(0)  # the same steps and noise at every look
         keys = row_keys(key, len(batch["labels"]))
-        t, noise = draw_noise(keys, batch["images"].shape, Process().num_steps)
-        x_t = noised(Process(), batch["images"], t, noise)
+        process = Process(config.training.diffusion_steps)
+        t, noise = draw_noise(keys, batch["images"].shape, process.num_steps)
+        x_t = noised(process, batch["images"], t, noise)
         return model.apply({"params": params}, x_t, t, batch["labels"], watch=look, method="hidden")[2]
 
     def flops_per_unit(self, config, model):

@@ -39,7 +39,7 @@ class LanguageTask(Task):
     def make_loss(self, model, config):
         return language_loss(model, config.training.z_loss)
 
-    def watch(self, model, params, batch, look):
+    def watch(self, config, model, params, batch, look):
         options = document_options(batch)
         return model.apply({"params": params}, batch["inputs"], watch=look, method="hidden", **options)[1]
 

@@ -97,7 +97,8 @@ def _steps(parts, state, start, checkpoints, recorder, validation, stop, say) ->
     config, num_steps = parts.config, parts.config.training.steps
     pending, done, saved = None, start, start
     watch = jax.jit(
-        make_stream_watch(parts.task, parts.model, parts.accumulation), out_shardings=replicated(parts.mesh)
+        make_stream_watch(parts.task, config, parts.model, parts.accumulation),
+        out_shardings=replicated(parts.mesh),
     )
     train_step = None
 

@@ -78,14 +78,16 @@ def make_train_step(
     return train_step
 
 
-def make_stream_watch(task: Task, model: Any, num_parts: int = 1) -> Callable[[dict, Batch], dict[str, jax.Array]]:
+def make_stream_watch(
+    task: Task, config: Any, model: Any, num_parts: int = 1
+) -> Callable[[dict, Batch], dict[str, jax.Array]]:
     """(params, batch) -> {stream: RMS [N] after each layer}: a forward pass of one micro-batch of `num_parts`."""
 
     def rms(streams):
         return {name: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))) for name, x in streams.items()}
 
     def watch(params, batch: Batch):
-        seen = task.watch(model, params, {name: rows[::num_parts] for name, rows in batch.items()}, rms)
+        seen = task.watch(config, model, params, {name: rows[::num_parts] for name, rows in batch.items()}, rms)
         segments = seen if isinstance(seen, list) else [seen]
         return {name: jnp.concatenate([part[name] for part in segments]) for name in segments[0]}
 

@@ -64,7 +64,9 @@ class Task:
         """The function to be differentiated."""
         raise NotImplementedError
 
-    def watch(self, model: Any, params: Any, batch: Batch, look: Callable) -> Any:
+    def watch(
+        self, config: ml_collections.ConfigDict, model: Any, params: Any, batch: Batch, look: Callable
+    ) -> Any:
         """What `look` sees of the streams leaving each layer on a batch as the loader makes it."""
         raise NotImplementedError
 

@@ -48,7 +48,7 @@ class VisionTask(Task):
 
         return loss
 
-    def watch(self, model, params, batch, look):
+    def watch(self, config, model, params, batch, look):
         return model.apply({"params": params}, batch["images"], watch=look, method="hidden")[1]
 
     def flops_per_unit(self, config, model):

@@ -11,8 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from siamese_jax.checkpoint import open_weights
 from siamese_jax.errors import InputError
-from siamese_jax.interop.convert import export_checkpoint, import_checkpoint
+from siamese_jax.interop import images
+from siamese_jax.interop.convert import export_checkpoint, foreign_model, import_checkpoint
+from siamese_jax.models.diffusion import DiffusionConfig
 from siamese_jax.models.families import make_model
+from siamese_jax.models.vision import VisionConfig
 from siamese_jax.run_folder import read_config
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -82,57 +85,126 @@ def test_the_run_folder_computes_what_was_recorded(imported):
     assert config.model.channels == theirs.get("in_chans", theirs.get("in_channels"))
 
 
-def widened(weights, theirs, width=64):
-    """Weights of random numbers with heads of 64, as published ones have."""
+def published(family, width, heads, **changes):
+    """Weights of zeros of a model as wide as a published one, with the frozen positions."""
+    if family == "vision":
+        config = VisionConfig(width=width, num_heads=heads, mlp_hidden=4 * width, image_size=16, patch_size=4,
+                              num_classes=10, num_layers=1, **changes)  # fmt: skip
+        layout = images.vision_layout(config)
+    else:
+        config = DiffusionConfig(width=width, num_heads=heads, mlp_hidden=4 * width, image_size=8, num_classes=10,
+                                 num_layers=1, **changes)  # fmt: skip
+        layout = images.diffusion_layout(config)
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in layout.tensors().items()}
+    return config, zeros | dict(layout.fixed)
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "heads", "changes"),
+    [
+        ("vision", 192, 3, {}),
+        ("vision", 384, 6, {"distilled": True}),
+        ("vision", 768, 12, {"residual": "pre"}),
+        ("vision", 1280, 16, {"residual": "pre"}),
+        ("diffusion", 384, 6, {"residual": "pre"}),
+        ("diffusion", 1152, 16, {"learn_sigma": False}),
+    ],
+)
+def test_files_without_arguments_are_told_by_their_shapes(family, width, heads, changes):
+    """The head counts are those of the published models."""
+    config, weights = published(family, width, heads, **changes)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    _, found, _ = foreign_model(images.told_by_shapes(shapes, {}), shapes)
+    assert found == config
+
+
+def random_file(path, family, width, heads, **changes):
+    _, weights = published(family, width, heads, **changes)
     random = np.random.default_rng(0)
-    key = "embed_dim" if "embed_dim" in theirs else "hidden_size"
-    old = theirs[key]
-    shapes = {
-        name: tuple(size // old * width if size % old == 0 and size >= old else size for size in weight.shape)
-        for name, weight in weights.items()
-    }
-    made = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    return made
+    for name, weight in weights.items():
+        if not weight.any():
+            weights[name] = random.standard_normal(weight.shape).astype(np.float32)
+    save_file(weights, path)
+    return weights
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_files_without_arguments_are_told_by_their_shapes(case, tmp_path):
-    weights, theirs = state_dict(case)
-    if "input_size" in theirs:
-        theirs = theirs | {"hidden_size": 64}
-        from siamese_jax.layers.patches import sine_cosine_table
-
-        shapes = _dit_shapes()
-        weights = {
-            name: np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        weights["pos_embed"] = sine_cosine_table(4, 64)[None].astype(np.float32)
-    else:
-        weights = widened(weights, theirs, 192)
-    save_file(weights, tmp_path / "model.safetensors")
+@pytest.mark.parametrize("family", ["vision", "diffusion"])
+def test_what_a_configuration_lacks_is_told_by_shapes(family, tmp_path):
+    """Eight heads of 16: no published model, so their number must be given, and nothing else."""
+    weights = random_file(tmp_path / "model.safetensors", family, 128, 8)
+    source, run = str(tmp_path / "model.safetensors"), str(tmp_path / "run")
+    with pytest.raises(InputError, match=r"number of heads.*width 128.*--config_file"):
+        import_checkpoint(source, run, say=quiet)
+    (tmp_path / "model.json").write_text('{"num_heads": 8}')
     lines = []
-    import_checkpoint(str(tmp_path / "model.safetensors"), str(tmp_path / "run"), say=lines.append)
-    assert any("the shapes of its weights" in line for line in lines)
-    config = read_config(str(tmp_path / "run"))
-    assert config.model.num_heads == config.model.width // 64 and config.model.num_layers == 2
-    if config.family == "vision":
-        assert (config.model.image_size, config.model.patch_size, config.model.num_classes) == (16, 4, 10)
-    else:
-        assert (config.model.image_size, config.model.num_classes, config.model.learn_sigma) == (8, 10, True)
-    export_checkpoint(str(tmp_path / "run"), str(tmp_path / "out.safetensors"), say=quiet)
+    import_checkpoint(source, run, say=lines.append)
+    assert any("configuration: model.json and the shapes of its weights: " in line for line in lines)
+    assert read_config(run).model.num_heads == 8
+    export_checkpoint(run, str(tmp_path / "out.safetensors"), say=quiet)
     back = load_file(tmp_path / "out.safetensors")
     assert all(np.array_equal(back[name], weight) for name, weight in weights.items())
+    (tmp_path / "other.json").write_text('{"numheads": 8}')
+    with pytest.raises(InputError, match=r"unknown key 'numheads' .*nearest: num_heads"):
+        import_checkpoint(source, str(tmp_path / "run2"), config_file=str(tmp_path / "other.json"), say=quiet)
 
 
-def _dit_shapes(width=64):
-    from siamese_jax.interop.images import diffusion_layout
-    from siamese_jax.models.diffusion import DiffusionConfig
+def test_a_configuration_of_another_kind_is_named_and_not_read(tmp_path):
+    random_file(tmp_path / "model.safetensors", "vision", 192, 3)
+    (tmp_path / "config.json").write_text('{"architecture": "deit_tiny_patch16_224", "num_classes": 10}')
+    lines = []
+    import_checkpoint(str(tmp_path / "model.safetensors"), str(tmp_path / "run"), say=lines.append)
+    assert "note: config.json has no arguments of this model's class: it is not read" in lines
+    assert any(line.startswith("data.normalise: imagenet ") for line in lines)
 
-    config = DiffusionConfig(
-        num_layers=2, width=width, num_heads=1, mlp_hidden=4 * width, image_size=8, patch_size=2, num_classes=10
-    )
-    return diffusion_layout(config).tensors()
+
+def test_a_model_without_a_label_for_none_says_so(tmp_path):
+    """Shapes alone would take its last class for the label that stands for none."""
+    random_file(tmp_path / "model.safetensors", "diffusion", 384, 6, label_dropout=0.0)
+    (tmp_path / "model.json").write_text('{"class_dropout_prob": 0}')
+    import_checkpoint(str(tmp_path / "model.safetensors"), str(tmp_path / "run"), say=quiet)
+    config = read_config(str(tmp_path / "run"))
+    assert (config.model.num_classes, config.model.label_dropout) == (10, 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_exports_come_back(dtype, tmp_path):
+    """Their frozen positions are rounded like all else; those that were trained are still refused."""
+    weights, theirs = state_dict("d1_dit_siamese")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "model.json").write_text(json.dumps(theirs))
+    import_checkpoint(str(tmp_path / "model.safetensors"), str(tmp_path / "run"), say=quiet)
+    export_checkpoint(str(tmp_path / "run"), str(tmp_path / "out.safetensors"), dtype=dtype, say=quiet)
+    import_checkpoint(str(tmp_path / "out.safetensors"), str(tmp_path / "back"), say=quiet)
+    narrow = load_file(tmp_path / "out.safetensors")
+    save_file(narrow | {"pos_embed": narrow["pos_embed"] * 0.99}, tmp_path / "out.safetensors")
+    with pytest.raises(InputError, match="pos_embed differs"):
+        import_checkpoint(str(tmp_path / "out.safetensors"), str(tmp_path / "again"), say=quiet)
+
+
+@pytest.mark.parametrize("hidden", [488, 920, 976, 1840])
+def test_the_mlp_ratio_gives_the_hidden_width_back(hidden):
+    """At this width the plain quotient times the width is a little less than the whole number."""
+    config = VisionConfig(width=448, num_heads=7, mlp_hidden=hidden)
+    assert int(images.reference_config(config)["mlp_ratio"] * 448) == hidden
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"patch_embed.proj.weight": (192, 3, 2, 4, 4)}, "patch_embed.proj.weight has the shape (192, 3, 2, 4, 4)"),
+        ({"patch_embed.proj.weight": (192, 3, 4, 2)}, "square patches"),
+        ({"patch_embed.proj.weight": (192, 3, 0, 0)}, "square patches"),
+        ({"pos_embed": (17,)}, "pos_embed has the shape (17,)"),
+        ({"pos_embed": (1, 1, 192)}, "pos_embed has the shape (1, 1, 192)"),
+        ({"blocks.0.mlp.fc1.weight": (768,)}, "blocks.0.mlp.fc1.weight (768,)"),
+    ],
+)
+def test_other_models_with_patches_end_in_one_line(changed, words):
+    _, weights = published("vision", 192, 3)
+    shapes = {name: weight.shape for name, weight in weights.items()} | changed
+    with pytest.raises(InputError) as caught:
+        images.told_by_shapes(shapes, {})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def broken(case, change):

@@ -212,6 +212,33 @@ def test_a_wrong_file_ends_in_one_line(change, words, tmp_path):
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("c1_deit_siamese", added("in/image", np.zeros((0, 3, 16, 16), np.float32)), ("labels", "not 0 whole")),
+        (
+            "c1_deit_siamese",
+            lambda a: a.update({f"in/{name}": a[f"in/{name}"][:0] for name in ("image", "labels", "labels_dist")}),
+            ("labels is empty",),
+        ),
+        ("c1_deit_siamese", added("in/labels", np.array([0, 1, 10])), ("labels from 0 to 10", "0 to 9")),
+        ("d1_dit_siamese", added("in/cfg_scale", np.ones(2, np.float32)), ("cfg_scale", "(2,)")),
+        (
+            "d1_dit_siamese",
+            lambda a: a.update({f"in/{name}": a[f"in/{name}"][:3] for name in ("cfg_x", "cfg_t", "cfg_y")}),
+            ("cfg_x 3 rows", "two equal halves"),
+        ),
+        ("d1_dit_siamese", added("in/t", np.array([0, 1000])), ("t from 0 to 1000", "0 to 999")),
+        ("d1_dit_siamese", removed("in/target"), ("inputs", "target")),
+    ],
+)
+def test_a_wrong_file_of_an_image_model_ends_in_one_line(file, change, words, tmp_path):
+    with pytest.raises(InputError) as caught:
+        compare(altered(GOLDEN / f"{file}.npz", tmp_path, change))
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no zip", b"just text"], ids=["empty", "zip", "text"])
 def test_a_file_that_is_no_npz_ends_in_one_line(content, tmp_path):
     path = tmp_path / "x.npz"

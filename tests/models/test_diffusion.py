@@ -153,6 +153,9 @@ def test_without_label_dropout_there_is_no_label_for_none():
         ({"width": 18, "num_heads": 2}, ("width is 18", "multiple of 4")),
         ({"label_dropout": 1.0}, ("label_dropout is 1.0",)),
         ({"channels": 0}, ("channels is 0",)),
+        ({"residual_options": (("input_norm", False),)}, ("input_norm", "'siamese'", "leave the option on")),
+        ({"residual_options": (("final_norm", False),)}, ("final_norm",)),
+        ({"residual_overrides": "{1: {'input_norm': False}}"}, ("input_norm",)),
     ],
 )
 def test_wrong_options_end_in_one_line(changes, words):

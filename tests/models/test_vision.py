@@ -136,6 +136,12 @@ def test_initial_parameters_follow_the_table():
     assert not np.any(params["classifier"]["bias"]) and np.any(params["classifier"]["kernel"])
 
 
+def test_drop_path_wants_a_key_for_every_image():
+    """One key for all would broadcast: every image would lose the same layers."""
+    with pytest.raises(InputError, match=r"keys of shape \(1, 2\) for \d+ images"):
+        logits(TINY, randomised(TINY), keys_B2=KEYS[:1])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -142,7 +142,7 @@ def test_the_loss_falls_on_a_fixed_batch(scheme, batch):
 
 def test_the_stream_watch_equals_numpy(scheme, batch):
     model, params = scheme
-    watched = jax.jit(make_stream_watch(LanguageTask(), model), compiler_options=QUICK)(params, batch)
+    watched = jax.jit(make_stream_watch(LanguageTask(), None, model), compiler_options=QUICK)(params, batch)
     _, streams = model.apply({"params": params}, batch["inputs"], watch=lambda streams: streams, method="hidden")
     segments = streams if isinstance(streams, list) else [streams]
     assert watched.keys() == segments[0].keys()
