@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 from siamese_jax.config import base_config, model_config
 from siamese_jax.models.families import make_model
-from siamese_jax.models.gaussian import Process
+from siamese_jax.models.gaussian import Process, noised
 from siamese_jax.models.initialize import initial_parameters
 from siamese_jax.training import vision_task
 from siamese_jax.training.diffusion_task import draw_noise, hide_labels, noise_losses
@@ -179,3 +179,18 @@ def test_flops_of_an_image_by_hand():
     tokens, layer = 5, 4 * 16 * 16 + 2 * 16 * 32
     expected = 6 * (tokens * 2 * layer + 4 * 48 * 16 + 16 * 5) + 12 * 2 * 16 * tokens**2
     assert vision_task.VisionTask().flops_per_unit(config, model.config) == expected
+
+
+def test_streams_are_watched_at_steps_that_training_knows():
+    """Of a process of 30 steps, not of the usual 1000."""
+    config, model, params = tiny("diffusion", training__diffusion_steps=30)
+    task, batch = TASKS["diffusion"], TASKS["diffusion"].random_batch(config, model.config)
+    seen = task.watch(config, model, params, batch, lambda streams: streams)
+    keys = row_keys(jax.random.key(0), 8)
+    t, noise = draw_noise(keys, batch["images"].shape, 30)
+    assert int(t.max()) < 30
+    x_t = noised(Process(30), batch["images"], t, noise)
+    options = {"watch": lambda streams: streams, "method": "hidden"}
+    expected = model.apply({"params": params}, x_t, t, batch["labels"], **options)[2]
+    for stream, states in expected.items():
+        np.testing.assert_array_equal(seen[stream], states)
