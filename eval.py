@@ -27,7 +27,8 @@ always the same. With --samples_per_class, samples: ddpm or ddim (--eta=0 adds n
                          or your own --features=MODULE:FUNCTION (uint8 [N, H, W, C] -> [N, F]) makes. It is not the
                          published FID, which has Inception's features. --write_stats=FILE writes those of the
                          images of --split.
-  --samples_out=FILE     a .npz with images and labels, for evaluation suites of others
+  --samples_out=FILE     a .npz with images (or latents, as they were stored) and labels, for evaluation suites of
+                         others
 
 --json prints one object with the same figures, under "total" and, by family, "sources", "confusion" or "samples";
 null stands for NaN and infinity.
@@ -49,7 +50,10 @@ from siamese_jax.parallel import start_up
 flags.DEFINE_string("workdir", None, "Folder of the run.")
 flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest sound one unless given.")
 flags.DEFINE_bool("average", True, "Take the running average of the parameters where the run keeps one.")
-flags.DEFINE_enum("split", None, SPLITS, "Part of the data: validation, or all where --data.source is text.")
+flags.DEFINE_enum(
+    "split", None, SPLITS,
+    "Part of the data: validation unless given; of another --data.source all, if it has no validation part.",
+)  # fmt: skip
 flags.DEFINE_multi_string(
     "data.source", [], "File, folder or glob to evaluate on; of text may be repeated or a list by commas."
 )
@@ -57,7 +61,7 @@ flags.DEFINE_string("data.field", None, "Text: field in .jsonl and .parquet; the
 flags.DEFINE_string("data.cache_dir", None, "Text: folder for tokenised data; the run's own unless given.")
 flags.DEFINE_integer("batch_size", None, "Examples at a time; eval.batch_size of the run unless given.")
 flags.DEFINE_integer("max_windows", 0, "Text: only the first so many windows; 0 = all.")
-flags.DEFINE_integer("max_images", 0, "Images: only the first so many; 0 = all.", 0)
+flags.DEFINE_integer("max_images", 0, "Images: only so many, evenly spaced; 0 = all.", 0)
 flags.DEFINE_string("picture", "", "Images: PNG of the confusion matrix, or of the samples, to write.")
 flags.DEFINE_integer("samples_per_class", 0, "Diffusion: samples of every class; 0 = none.", 0)
 flags.DEFINE_integer("classes", 0, "Diffusion: only the first so many classes; 0 = all.", 0)
@@ -78,6 +82,7 @@ OF_SAMPLES = (
     "samples_per_class", "classes", "sampler", "sampling_steps", "guidance", "eta", "seed", "samples_out",
     "classifier", "features", "reference_stats", "write_stats",
 )  # fmt: skip
+HOW_TO_SAMPLE = ("classes", "sampler", "sampling_steps", "guidance", "eta", "seed")
 MEANINGLESS = {
     "language": ("max_images", "picture", *OF_SAMPLES),
     "vision": ("max_windows", "data.field", "data.cache_dir", *OF_SAMPLES),
@@ -114,10 +119,8 @@ def _image_options() -> dict:
     sources = given["data.source"].value
     if len(sources) > 1:
         raise InputError(f"--data.source is given {len(sources)} times: images come from one source at a time")
-    if given.split == "all":
-        raise InputError("--split is all: images have the splits train and validation")
     return {
-        "step": given.step, "average": given.average, "split": given.split or "validation",
+        "step": given.step, "average": given.average, "split": given.split or "",
         "source": "".join(sources),
         "batch_size": given.batch_size, "max_images": given.max_images, "say": program.say,
     }  # fmt: skip
@@ -129,6 +132,9 @@ def _vision(run) -> dict:
 
 def _diffusion(run) -> dict:
     given, own = flags.FLAGS, run.config.eval
+    for name in HOW_TO_SAMPLE if not given.samples_per_class else ():
+        if given[name].present:
+            raise InputError(f"--{name} is about samples: say how many with --samples_per_class")
     sampling = Sampling(
         given.samples_per_class, given.classes, given.sampler or own.sampler,
         own.sampling_steps if given.sampling_steps is None else given.sampling_steps,

@@ -24,7 +24,7 @@ from siamese_jax.training.schedule import check_choice, check_schedule
 
 # What may differ when a run goes on: it changes neither the model, nor the data, nor the course of training.
 FREE = (
-    *("checkpoint", "eval", "mesh", "logging", "data.cache_dir"),
+    *("checkpoint", "eval", "mesh", "logging", "data.cache_dir", "data.data_dir", "data.workers"),
     *("training.accumulation", "training.sequences_per_device"),  # the same update, added up in another order
     *("model.remat", "model.offload_streams", "model.attention"),
 )
@@ -191,7 +191,9 @@ def model_config(config: ml_collections.ConfigDict) -> TransformerConfig:
     return model
 
 
+MOST_SEED = 2**32 - 1  # random keys are made of 32 bits where jax has no wider integers
 AT_LEAST = {
+    "seed": 0,
     "data.length": 1, "data.padding": 0, "data.repeats": 1, "data.workers": 0, "data.rand_augment_layers": 0,
     "data.rand_augment_magnitude": 0, "data.rand_augment_std": 0, "data.color_jitter": 0,
     "training.batch_size": 1, "training.accumulation": 1, "training.z_loss": 0, "training.sequences_per_device": 0,
@@ -214,6 +216,12 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     """InputError for the first thing in a configuration that cannot work; nothing is computed."""
     if config.family not in FAMILIES:
         raise InputError(f"family is {config.family!r}: it must be one of {', '.join(FAMILIES)}")
+    foreign = flat_items(config).keys() ^ flat_items(base_config(config.family)).keys()
+    if foreign:
+        raise InputError(
+            f"family is {config.family!r}, but the configuration has or lacks {min(foreign)} as one of another "
+            f"family: start from base_config({config.family!r}), do not set family"
+        )
     model_config(config)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule, config.training.steps)
@@ -227,6 +235,8 @@ def check_config(config: ml_collections.ConfigDict) -> None:
         least, most = SHARES[key]
         if not least <= values[key] <= most:
             raise InputError(f"{key} is {values[key]}: it must lie from {least:g} to {most:g}")
+    if config.seed > MOST_SEED:
+        raise InputError(f"seed is {config.seed}: it must be at most {MOST_SEED}")
     if not math.isfinite(config.schedule.peak):
         raise InputError(f"schedule.peak is {config.schedule.peak}: it must be finite")
     if "float64" in (config.model.dtype, config.model.stream_dtype) and not jax.config.jax_enable_x64:

@@ -59,6 +59,11 @@ def write_images(path, count=90, side=8, seed=0):
     return path
 
 
+def mean_pixels(images_NHWC):
+    """Features of a user: the mean of every row of pixels."""
+    return images_NHWC.mean(axis=(2, 3))
+
+
 class Images:
     """The shared place, with image data and a configuration of each family."""
 

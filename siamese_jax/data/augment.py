@@ -49,6 +49,11 @@ class Augmentation:
     grey_to_colour: bool = False
     latent_scale: float = 1.0
 
+    @property
+    def is_for_pixels(self) -> bool:
+        """Whether training does with images what cannot be done with latents."""
+        return self.crop != "none" or bool(self.erase or self.rand_augment_layers or self.color_jitter)
+
     def augment(self, image_HWC: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """The image as training sees it, normalised, float32 [S, S, C]."""
         image = self._checked(image_HWC)
@@ -86,6 +91,10 @@ class Augmentation:
         values = np.nan_to_num(np.asarray(images, np.float32) * std + mean)
         return np.clip(np.round(values * 255), 0, 255).astype(np.uint8)
 
+    def stored_latents(self, latents) -> np.ndarray:
+        """Latents as a model takes or makes them -> as they are stored, without latent_scale: float32."""
+        return np.asarray(latents, np.float32) / np.float32(self.latent_scale)
+
     def _checked(self, image: np.ndarray) -> np.ndarray:
         """The image with the model's channels; InputError where it has others."""
         if image.dtype != np.uint8:
@@ -117,15 +126,17 @@ class Augmentation:
         return image
 
     def _centre(self, image: np.ndarray) -> np.ndarray:
-        """The middle of the image, its shorter side resized to S / eval_crop; untouched where it is S x S."""
+        """The middle of the image, its shorter side resized to S / eval_crop; untouched where it is S x S.
+
+        Sizes and places are rounded as torchvision's Resize and CenterCrop round them.
+        """
         height, width = image.shape[:2]
         if (height, width) == (self.size, self.size):
             return image
         shorter = max(self.size, math.floor(self.size / self.eval_crop))
-        scale = shorter / min(height, width)
-        size = max(shorter, round(height * scale)), max(shorter, round(width * scale))
+        size = tuple(shorter * length // min(height, width) for length in (height, width))
         image = _resized(image, size, (0, 0, height, width))
-        top, left = ((length - self.size) // 2 for length in size)
+        top, left = (round((length - self.size) / 2) for length in size)
         return image[top : top + self.size, left : left + self.size]
 
 
@@ -138,10 +149,16 @@ def _resized(image: np.ndarray, size: tuple[int, int], box: tuple[int, int, int,
     from PIL import Image
 
     top, left, height, width = box
-    picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
-    picture = picture.crop((left, top, left + width, top + height)).resize(size[::-1], Image.Resampling.BICUBIC)
-    pixels = np.asarray(picture)
-    return pixels[..., None] if pixels.ndim == 2 else pixels
+
+    def resized(pixels):
+        picture = Image.fromarray(pixels).crop((left, top, left + width, top + height))
+        return np.asarray(picture.resize(size[::-1], Image.Resampling.BICUBIC))
+
+    if image.shape[-1] == 3:
+        return resized(image)
+    # Of two and four channels Pillow would take the last for transparency.
+    channels = [resized(np.ascontiguousarray(image[..., c])) for c in range(image.shape[-1])]
+    return np.stack(channels, axis=-1)
 
 
 def _random_box(size: tuple[int, int], random: np.random.Generator) -> tuple[int, int, int, int]:

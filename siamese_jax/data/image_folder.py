@@ -42,23 +42,38 @@ def read_image(path: Path) -> np.ndarray:
 
     try:
         with Image.open(path) as image:
-            grey = image.mode in ("1", "L", "LA", "I;16", "I")
-            pixels = np.asarray(image.convert("L" if grey else "RGB"))
+            if image.mode.startswith("I"):  # 16 bits, which Pillow would cut at 255
+                pixels = np.clip(np.round(np.asarray(image) / 257), 0, 255).astype(np.uint8)
+            else:
+                pixels = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Broken(str(path), " ".join(str(error).split())[:80]) from error
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
-def open_folder(folder: Path, split: str, fraction: float, on_broken: str) -> ImageSet:
+def has_parts(folder: Path) -> bool:
+    """Whether training and validation images lie apart."""
+    return (folder / "train").is_dir() and _own_part(folder) is not None
+
+
+def _own_part(folder: Path) -> Path | None:
+    return next((folder / name for name in VALIDATION_FOLDERS if (folder / name).is_dir()), None)
+
+
+def open_folder(folder: Path, fraction: float, on_broken: str, split: str) -> ImageSet:
     """The images of a split; InputError where the folder does not hold classes of images."""
     train = folder / "train"
-    own_part = next((folder / name for name in VALIDATION_FOLDERS if (folder / name).is_dir()), None)
-    parted = train.is_dir() and own_part is not None
     root = train if train.is_dir() else folder
     class_names = _classes(root)
-    files = _files(own_part if parted and split == "validation" else root, class_names)
-    if not parted:
-        files = [file for file in files if _is_out(file[0], root, fraction) == (split == "validation")]
+    part = next((name for name in class_names if name in VALIDATION_FOLDERS), None)
+    if part and root is folder:
+        raise InputError(f"{folder} has {part} but no train: name {folder / part}, or put the classes into train")
+    if has_parts(folder):
+        files = _files(_own_part(folder) if split == "validation" else root, class_names)
+    else:
+        files = _files(root, class_names)
+        if split != "all":
+            files = [file for file in files if _is_out(file[0], root, fraction) == (split == "validation")]
     if not files:
         raise InputError(
             f"{folder} has no image for {split}: it needs CLASS/*.png (or {', '.join(ENDINGS[1:])}), more of "

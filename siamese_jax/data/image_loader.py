@@ -35,6 +35,11 @@ def make_augmentation(data: Any, model: Any) -> Augmentation:
         raise InputError(
             f"data.padding is {data.padding} but data.crop is {data.crop!r}: set crop to pad or padding to 0"
         )
+    if model.channels not in (1, 3) and (data.get("rand_augment_layers", 0) or data.get("color_jitter", 0)):
+        raise InputError(
+            f"data.rand_augment_layers and data.color_jitter are for grey and colour images, model.channels is "
+            f"{model.channels}: set both to 0"
+        )
     repeat = model.channels // len(mean)
     wanted = ("crop", "padding", "flip", "rand_augment_layers", "rand_augment_magnitude", "rand_augment_std",
               "color_jitter", "erase", "eval_crop", "grey_to_colour", "latent_scale")  # fmt: skip
@@ -108,9 +113,11 @@ def evaluation_batches(
     num_images: int,
     workers: int = 0,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The first `num_images` images, each exactly once, in order: images, labels, index int64 [B] (-1 where a row
-    only fills up the last batch) and weights float32 [B] (0 there). rows: those of every batch that are read.
-    workers: threads that decode.
+    """`num_images` images, evenly spaced over the set, each exactly once, in order: images, labels, index int64 [B]
+    (its number among these; -1 where a row only fills up the last batch) and weights float32 [B] (0 there).
+
+    rows: those of every batch that are read. workers: threads that decode. Of a folder the first images would all
+    be of its first classes.
     """
 
     def one(place: int) -> tuple[np.ndarray, int]:
@@ -121,7 +128,8 @@ def evaluation_batches(
         for first in range(0, num_images, batch_size):
             index = first + rows
             real = index < num_images
-            batch = _batch(images, apply(one, np.where(real, index, 0).tolist()))
+            places = np.where(real, index, 0) * len(images) // num_images
+            batch = _batch(images, apply(one, places.tolist()))
             yield batch | {"index": np.where(real, index, -1), "weights": real.astype(np.float32)}
 
 
@@ -142,7 +150,13 @@ def check_images(images: ImageSet, augmentation: Augmentation, num_classes: int)
             f"{images.name} has {images.num_classes} classes, beyond model.num_classes {num_classes}: set that to "
             f"at least {images.num_classes}"
         )
-    augmentation.plain(images.example(0)[0])
+    image, _ = images.example(0)
+    augmentation.plain(image)
+    if image.dtype != np.uint8 and augmentation.is_for_pixels:
+        raise InputError(
+            f"{images.name} holds latents, which are only flipped: set data.crop to none, and data.erase, "
+            "data.rand_augment_layers and data.color_jitter to 0"
+        )
 
 
 def open_image_set(data: Any, split: str, source: str = "") -> ImageSet:

@@ -4,6 +4,7 @@ Shapes: N images, H height, W width, C channels.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from siamese_jax.errors import InputError
 class ImageSet:
     """Images with labels, by index.
 
-    name: for the reader. class_names: one for each class. fingerprint: of what the set consists of.
+    name: for the reader. class_names: one for each class. fingerprint: of what the set consists of. split: train,
+    validation or all.
     on_broken: what happens where an image cannot be read. 'stop' raises InputError with its name; with 'skip' the
     next sound one takes its place, always the same one, and `broken` lists its name.
     """
@@ -21,6 +23,7 @@ class ImageSet:
     name: str
     class_names: tuple[str, ...]
     fingerprint: str
+    split: str
     on_broken = "stop"
     shows_pixels = True  # whether a picture can be made of what a model makes of them
 
@@ -81,6 +84,53 @@ class ArrayImages(ImageSet):
 
     def read(self, index):
         return self.images[index], int(self.labels[index])
+
+
+class RenamedImages(ImageSet):
+    """Images of another set with the class numbers of a model: those with the same names."""
+
+    def __init__(self, images: ImageSet, class_names: tuple[str, ...]):
+        super().__init__()
+        unknown = [name for name in images.class_names if name not in class_names]
+        if unknown:
+            few = ", ".join(class_names[:5]) + (", ..." if len(class_names) > 5 else "")
+            raise InputError(
+                f"{images.name} has the class {unknown[0]!r}, the model was trained on {few}: rename the classes "
+                "of the images to those"
+            )
+        self._images, self._label = images, [class_names.index(name) for name in images.class_names]
+        self.name, self.class_names, self.split = images.name, class_names, images.split
+        self.fingerprint, self.shows_pixels, self.broken = images.fingerprint, images.shows_pixels, images.broken
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index):
+        return self.example(index)
+
+    def example(self, index):
+        image, label = self._images.example(index)
+        return image, self._label[label]
+
+
+def has_names(class_names: Sequence[str]) -> bool:
+    """Whether classes are named, and not only numbered in order."""
+    return list(class_names) != [str(i) for i in range(len(class_names))]
+
+
+def with_classes_of(images: ImageSet, class_names: Sequence[str] | None) -> ImageSet:
+    """The images with the class numbers of a model that was trained on these names; by number without names."""
+    if not class_names or not has_names(class_names) or not has_names(images.class_names):
+        return images
+    return RenamedImages(images, tuple(class_names))
+
+
+def part_of(index: np.ndarray, split: str, fraction: float) -> np.ndarray:
+    """The numbered examples of a split of a set that has no parts of its own; 'all': every one."""
+    if split == "all":
+        return index
+    out = held_out(index, fraction)
+    return index[out if split == "validation" else ~out]
 
 
 def held_out(index: np.ndarray, fraction: float) -> np.ndarray:

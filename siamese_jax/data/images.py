@@ -3,22 +3,25 @@
 Shapes: N images, H height, W width, C channels.
 """
 
+import functools
 import gzip
 import importlib.util
-import os
-import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from siamese_jax.data.image_set import ArrayImages, ImageSet, held_out
+from siamese_jax.data.image_set import ArrayImages, ImageSet, part_of
 from siamese_jax.errors import InputError
+from siamese_jax.npz import read_npz
 
 SPLITS = ("train", "validation")
+ALL = "all"  # of a source without parts of its own
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package
 FASHION_CLASSES = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 _IDX_FILES = {"train": "train", "validation": "t10k"}
+_MOST_CLASSES = 1_000_000  # a larger label is none, and would be given as many names
 _DIGITS_EACH = 5  # every fifth digit is held out
 SOURCES = "quickstart, fashion_mnist, digits, tfds:NAME, a folder of images or a .npz file"
 
@@ -26,32 +29,46 @@ SOURCES = "quickstart, fashion_mnist, digits, tfds:NAME, a folder of images or a
 def open_images(
     source: str, split: str, *, data_dir: str = "", validation_fraction: float = 0.1, on_broken: str = "stop"
 ) -> ImageSet:
-    """The images of a split, 'train' or 'validation' (the test part where a set has one).
+    """The images of a split: 'train', 'validation' (the test part where a set has one), or 'all' of a source that
+    has no parts of its own; '' = its own validation part, or else all.
 
     source: 'fashion_mnist' (Debian's package, or its four files in data_dir), 'digits' (scikit-learn),
     'quickstart' (the first of the two that is there), 'tfds:NAME' or a prepared TFDS folder, a folder of images by
     class, or a .npz file ('A.npz,B.npz': training, validation). on_broken: 'stop' or 'skip', see `ImageSet`.
     Raises InputError for what cannot be found or read.
     """
-    if split not in SPLITS:
-        raise InputError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
+    if split not in (*SPLITS, ALL, ""):
+        raise InputError(f"unknown split {split!r}: use one of {', '.join(SPLITS)}, {ALL}")
+    if not source:
+        raise InputError(f"data.source is empty: name {SOURCES}")
     if source == "quickstart":
         folder = Path(data_dir or FASHION_MNIST)
         source = "fashion_mnist" if (folder / _idx_name("train", "images", 3)).exists() else "digits"
+    has_parts, open_part = _opener(source, data_dir, validation_fraction, on_broken)
+    if split == ALL and has_parts:
+        raise InputError(f"{source} has parts of its own: say train or validation, not {ALL}")
+    images = open_part(split or ("validation" if has_parts else ALL))
+    images.split = split or ("validation" if has_parts else ALL)
+    return images
+
+
+def _opener(source: str, data_dir: str, fraction: float, on_broken: str) -> tuple[bool, Callable[[str], ImageSet]]:
+    """(whether the source has parts of its own, split -> its images)."""
     if source == "fashion_mnist":
-        return _fashion_mnist(Path(data_dir or FASHION_MNIST), split)
+        return True, functools.partial(_fashion_mnist, Path(data_dir or FASHION_MNIST))
     if source == "digits":
-        return _digits(split)
+        return True, _digits
     if source.startswith("tfds:") or (Path(source) / "dataset_info.json").exists():
-        from siamese_jax.data.tfds_images import open_tfds
+        from siamese_jax.data.tfds_images import find_tfds
 
-        return open_tfds(source, split, data_dir, validation_fraction)
+        return find_tfds(source, data_dir, fraction, on_broken)
     if source.endswith(".npz"):
-        return _npz(source, split, validation_fraction)
+        return "," in source, functools.partial(_npz, source, fraction)
     if Path(source).is_dir():
-        from siamese_jax.data.image_folder import open_folder
+        from siamese_jax.data.image_folder import has_parts, open_folder
 
-        return open_folder(Path(source), split, validation_fraction, on_broken)
+        folder = Path(source)
+        return has_parts(folder), functools.partial(open_folder, folder, fraction, on_broken)
     raise InputError(f"data.source {source!r} is not there (looked in {Path.cwd()}): name {SOURCES}")
 
 
@@ -104,50 +121,72 @@ def _digits(split: str) -> ImageSet:
     return ArrayImages(f"digits {split}", images[chosen], digits.target[chosen].astype(np.int32), names)
 
 
-def _npz(source: str, split: str, fraction: float) -> ImageSet:
+def _npz(source: str, fraction: float, split: str) -> ImageSet:
     paths = [Path(part.strip()) for part in source.split(",")]
     if len(paths) > 2:
         raise InputError(
             f"data.source names {len(paths)} .npz files: one, or one for training and one for validation"
         )
-    path = paths[SPLITS.index(split)] if len(paths) == 2 else paths[0]
-    images, labels, names = _read_npz(path)
-    if len(paths) == 1:
-        out = held_out(np.arange(len(images)), fraction)
-        chosen = out if split == "validation" else ~out
+    own = SPLITS.index(split) if len(paths) == 2 else 0
+    images, labels, names = _read_npz(paths[own])
+    highest = int(labels.max())
+    if len(paths) == 2:
+        other = read_npz(paths[1 - own], "data.source", only={"labels", "class_names"})
+        highest = max(highest, int(_labels_of(other, paths[1 - own]).max(initial=0)))
+        theirs = _names_of(other, paths[1 - own])
+        if names and theirs and names != theirs:
+            raise InputError(
+                f"{paths[0]} and {paths[1]} have different class_names: name the same in the same order"
+            )
+        names = names or theirs
+    else:
+        chosen = part_of(np.arange(len(images)), split, fraction)
         images, labels = images[chosen], labels[chosen]
         if not len(images):
             raise InputError(
-                f"{path} leaves no image for {split} with data.validation_fraction {fraction}: use more images or "
-                "another fraction"
+                f"{paths[0]} leaves no image for {split} with data.validation_fraction {fraction}: use more images "
+                "or another fraction"
             )
-    num_classes = max(len(names), 1 + max(int(_read_npz(p)[1].max()) for p in paths))
-    names = names or tuple(str(i) for i in range(num_classes))
-    return ArrayImages(f"{path} {split}", images, labels, names)
+    if names and highest >= len(names):
+        raise InputError(f"{source} has the label {highest}, beyond its {len(names)} class_names")
+    return ArrayImages(f"{paths[own]} {split}", images, labels, names or tuple(map(str, range(highest + 1))))
+
+
+def _labels_of(arrays: dict[str, np.ndarray], path: Path) -> np.ndarray:
+    labels = arrays.get("labels")
+    if labels is None:
+        raise InputError(f"{path} has {', '.join(arrays) or 'nothing'}: it needs images or latents, and labels")
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or labels.min(initial=0) < 0:
+        raise InputError(f"{path}: the labels are {labels.dtype} of shape {labels.shape}, not whole numbers from 0")
+    if labels.max(initial=0) >= _MOST_CLASSES:
+        raise InputError(
+            f"{path} has the label {labels.max()}: labels are numbers of classes, below {_MOST_CLASSES}"
+        )
+    return labels.astype(np.int32)
+
+
+def _names_of(arrays: dict[str, np.ndarray], path: Path) -> tuple[str, ...]:
+    names = arrays.get("class_names", np.array([], str))
+    if names.ndim != 1 or len(set(names.tolist())) < len(names):
+        raise InputError(f"{path}: class_names of shape {names.shape} are not a different name for each class")
+    return tuple(map(str, names))
 
 
 def _read_npz(path: Path) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """(images or latents [N, H, W, C], labels int32 [N], names of the classes)."""
-    if not path.exists():
-        raise InputError(f"data.source {path} is not there (looked in {os.getcwd()}): correct the path")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} cannot be read as .npz: {' '.join(str(error).split())[:100]}") from error
-    images = arrays.get("latents", arrays.get("images"))
-    labels = arrays.get("labels")
-    if images is None or labels is None:
+    arrays = read_npz(path, "data.source")
+    kind = "latents" if "latents" in arrays else "images"
+    images = arrays.get(kind)
+    if images is None:
         raise InputError(f"{path} has {', '.join(arrays) or 'nothing'}: it needs images or latents, and labels")
-    if images.ndim != 4 or not (images.dtype == np.uint8 or np.issubdtype(images.dtype, np.floating)):
-        raise InputError(
-            f"{path}: the images are {images.dtype} of shape {images.shape}, not uint8 or floating (N, H, W, C)"
-        )
-    if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer) or labels.min(initial=0) < 0:
-        raise InputError(
-            f"{path}: the labels are {labels.dtype} of shape {labels.shape}, not {len(images)} whole numbers from 0"
-        )
+    labels = _labels_of(arrays, path)
+    fits = np.issubdtype(images.dtype, np.floating) if kind == "latents" else images.dtype == np.uint8
+    if images.ndim != 4 or not fits:
+        wanted = "floating" if kind == "latents" else "uint8 from 0 to 255 (floating ones are named latents)"
+        raise InputError(f"{path}: {kind} are {images.dtype} of shape {images.shape}, not (N, H, W, C) {wanted}")
+    if labels.shape != images.shape[:1]:
+        raise InputError(f"{path}: there are {len(labels)} labels for {len(images)} {kind}")
     if not len(images):
         raise InputError(f"{path} has no image")
-    images = images if images.dtype == np.uint8 else images.astype(np.float32)
-    return images, labels.astype(np.int32), tuple(map(str, arrays.get("class_names", ())))
+    images = images if kind == "images" else images.astype(np.float32, copy=False)
+    return images, labels, _names_of(arrays, path)

@@ -9,7 +9,7 @@ import importlib.util
 import numpy as np
 from absl import logging as absl_logging
 
-from siamese_jax.data.image_set import ImageSet, held_out
+from siamese_jax.data.image_set import Broken, ImageSet, part_of
 from siamese_jax.errors import InputError
 
 IMAGES = ("image", "latent")
@@ -20,10 +20,17 @@ class TfdsImages(ImageSet):
     """A split of a prepared data set, or the part of its training split that is held out of it."""
 
     def __init__(
-        self, name: str, source, feature: str, class_names: tuple[str, ...], index: np.ndarray, version: str
+        self,
+        name: str,
+        source,
+        feature: str,
+        class_names: tuple[str, ...],
+        index: np.ndarray,
+        version: str,
+        on_broken: str,
     ):
         super().__init__()
-        self.name, self.class_names = name, class_names
+        self.name, self.class_names, self.on_broken = name, class_names, on_broken
         self._source, self._feature, self._index = source, feature, index
         self.shows_pixels = feature == "image"
         self.fingerprint = f"tfds {version} {len(index)} of {len(source)}"
@@ -32,13 +39,20 @@ class TfdsImages(ImageSet):
         return len(self._index)
 
     def read(self, index):
-        example = self._source[int(self._index[index])]
-        image = np.asarray(example[self._feature])
-        return image if image.dtype == np.uint8 else image.astype(np.float32), int(example["label"])
+        place = int(self._index[index])
+        try:
+            example = self._source[place]
+            image, label = np.asarray(example[self._feature]), int(example["label"])
+        except Exception as error:  # whatever the readers and decoders of broken files bring up
+            raise Broken(f"{self.name}, example {place}", " ".join(str(error).split())[:80]) from error
+        return image if image.dtype == np.uint8 else image.astype(np.float32), label
 
 
-def open_tfds(source: str, split: str, data_dir: str, fraction: float) -> ImageSet:
-    """The images of 'tfds:NAME' or of a prepared folder; InputError at once where they are not prepared."""
+def find_tfds(source: str, data_dir: str, fraction: float, on_broken: str):
+    """(whether it has a part for validation, split -> images) of 'tfds:NAME' or of a prepared folder.
+
+    InputError at once where it is not prepared.
+    """
     if importlib.util.find_spec("tensorflow_datasets") is None:
         raise InputError(f"data.source {source} needs pip install tensorflow-datasets")
     import tensorflow_datasets as tfds
@@ -46,27 +60,38 @@ def open_tfds(source: str, split: str, data_dir: str, fraction: float) -> ImageS
     if source.startswith("tfds:"):
         builder = _builder(tfds, source.removeprefix("tfds:"), data_dir)
     else:
-        builder = tfds.builder_from_directory(source)
-    feature, class_names = _features(source, builder)
+        try:
+            builder = tfds.builder_from_directory(source)
+        except Exception as error:  # whatever the readers of broken files bring up
+            reason = " ".join(str(error).split())[:90]
+            raise InputError(f"{source} is not a prepared data set of TFDS: {reason}") from error
     has = [name for name in NOT_TRAINING if name in builder.info.splits]
-    own = "train" if split == "train" or not has else has[0]
+
+    def open_part(split: str) -> TfdsImages:
+        own = has[0] if has and split == "validation" else "train"
+        return _open_split(source, builder, own, split if not has else "all", data_dir, fraction, on_broken)
+
+    return bool(has), open_part
+
+
+def _open_split(source: str, builder, own: str, part: str, data_dir: str, fraction: float, on_broken: str):
+    """part: of the split `own`: train, validation, or all of it."""
+    feature, class_names = _features(source, builder)
     if own not in builder.info.splits:
         raise InputError(f"{source} has the splits {', '.join(builder.info.splits) or 'none'}: it needs train")
     try:
         examples = builder.as_data_source(split=own)
-    except (NotImplementedError, ValueError) as error:
+        index = part_of(np.arange(len(examples)), part, fraction)
+    except Exception as error:  # of another file format, or of files that are missing or broken
         raise InputError(
             f"{source} cannot be read at random places: {' '.join(str(error).split())[:90]}; "
             f"{_how(builder.name, data_dir)}"
         ) from error
-    index = np.arange(len(examples))
-    if not has:
-        out = held_out(index, fraction)
-        index = index[out if split == "validation" else ~out]
     if not len(index):
-        raise InputError(f"{source} has no image for {split}: change data.validation_fraction {fraction}")
+        raise InputError(f"{source} has no image for {part}: change data.validation_fraction {fraction}")
     version = f"{builder.name} {builder.version} {own}"
-    return TfdsImages(f"{source} {split}", examples, feature, class_names, index, version)
+    name = f"{source} {own if part == 'all' else part}"
+    return TfdsImages(name, examples, feature, class_names, index, version, on_broken)
 
 
 def _builder(tfds, name: str, data_dir: str):

@@ -40,8 +40,9 @@ def classify(model: VisionModel, params, batch) -> dict[str, jax.Array]:
     own = jnp.take_along_axis(logits_BK, labels, axis=-1)
     # Of equal logits the class with the smaller number is said to be likelier, as in argmax.
     ahead = (logits_BK > own) | ((logits_BK == own) & (jnp.arange(logits_BK.shape[-1]) < labels))
-    # NaN is ahead of nothing: a model that gives it is wrong about everything.
-    rank = jnp.where(jnp.isfinite(own[:, 0]), jnp.sum(ahead, axis=-1), logits_BK.shape[-1])
+    # NaN is ahead of nothing: a model that gives it is wrong, whatever the guess.
+    finite = jnp.all(jnp.isfinite(logits_BK), axis=-1)
+    rank = jnp.where(finite, jnp.sum(ahead, axis=-1), logits_BK.shape[-1])
     nats = jax.nn.logsumexp(logits_BK, axis=-1) - own[:, 0]
     return {"guess": jnp.argmax(logits_BK, axis=-1), "rank": rank, "nats": nats}
 
@@ -72,17 +73,18 @@ class ClassificationEvaluator:
         self._classify = compiled_on_mesh(lambda params, batch: classify(model, params, batch), model, mesh)
 
     def __call__(self, params, progress: Callable[[int], None] | None = None, num_images: int = 0) -> dict:
-        """{'total': figures, 'confusion': counts [K, K] of (true, guessed)} of the first images, 0 = all."""
+        """{'total': figures, 'confusion': counts [K, K] of (true, guessed)}; num_images: evenly spaced, 0 = all."""
         size = num_images or len(self.images)
         confusion = np.zeros((self.num_classes, self.num_classes), np.int64)
-        nats, top5 = 0.0, 0
+        nats, top1, top5 = 0.0, 0, 0
         for done, label, seen in self._seen(params, size):
             np.add.at(confusion, (label, seen["guess"]), 1)
             nats += float(np.sum(seen["nats"], dtype=np.float64))
+            top1 += int(np.sum(seen["rank"] == 0))
             top5 += int(np.sum(seen["rank"] < MOST_GUESSES))
             if progress:
                 progress(done)
-        total = {"loss": nats / size, "top1": np.trace(confusion) / size, "top5": top5 / size, "images": size}
+        total = {"loss": nats / size, "top1": top1 / size, "top5": top5 / size, "images": size}
         return {"total": {k: float(v) if k != "images" else v for k, v in total.items()}, "confusion": confusion}
 
     def _seen(self, params, size: int):

@@ -26,7 +26,7 @@ GOLDEN = 0.6180339887498949
 
 
 class NoiseEvaluator:
-    """The hybrid loss on a set of images; image i always gets the same step and the same noise.
+    """The hybrid loss on a set of images; number i of them always gets the same step and the same noise.
 
     batch_size: rounded up to the parts that the mesh splits a batch into.
     """
@@ -121,8 +121,3 @@ class Sampler:
             if progress:
                 progress(min(first + self.batch_size, len(labels)))
         return np.concatenate(made)[: len(labels)]
-
-
-def to_pixels(samples_NHWC: np.ndarray, augmentation: Augmentation) -> np.ndarray:
-    """Samples as uint8 images."""
-    return augmentation.pixels(samples_NHWC)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from siamese_jax.data.image_loader import make_augmentation
-from siamese_jax.data.images import ImageSet
 from siamese_jax.errors import InputError
 from siamese_jax.evaluation.classification import compiled_on_mesh
 from siamese_jax.evaluation.run import open_run, restore_weights
@@ -30,9 +29,10 @@ class Judge:
             raise InputError(f"--classifier {workdir} holds a {run.config.family} model, not an image classifier")
         self.augmentation = make_augmentation(run.config.data, run.model.config)
         self.num_classes, self.mesh = run.model.config.num_classes, run.mesh
+        self.num_features = run.model.config.width
         self.batch_size = -(-run.config.eval.batch_size // batch_parts(run.mesh)) * batch_parts(run.mesh)
         weights = restore_weights(run, None, say)
-        self.path, self._params = weights.path, weights.params
+        self.path, self.class_names, self._params = weights.path, weights.class_names, weights.params
 
         def look(params, batch):
             logits = run.model.apply({"params": params}, batch["images"])
@@ -67,7 +67,7 @@ def load_features(name: str) -> Features:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"--features {name} cannot be loaded: {error}") from error
     finally:
         sys.path.pop(0)
@@ -76,11 +76,15 @@ def load_features(name: str) -> Features:
     return function
 
 
-def in_batches(images: ImageSet | np.ndarray, features: Features, batch_size: int, progress: Callable) -> Iterator:
-    """Features [n, F] of all images, batch by batch; InputError where the function gives something else."""
-    for first in range(0, len(images), batch_size):
-        index = range(first, min(first + batch_size, len(images)))
-        batch = np.stack([images[i] if isinstance(images, np.ndarray) else images.example(i)[0] for i in index])
+def in_batches(
+    image_of: Callable[[int], np.ndarray], count: int, features: Features, batch_size: int, progress: Callable
+) -> Iterator[np.ndarray]:
+    """Features [n, F] of the images 0 to count - 1, uint8 of one shape, batch by batch.
+
+    InputError where the function gives something else.
+    """
+    for first in range(0, count, batch_size):
+        batch = np.stack([image_of(i) for i in range(first, min(first + batch_size, count))])
         made = np.asarray(features(batch))
         if made.ndim != 2 or len(made) != len(batch):
             raise InputError(f"the function of features made {made.shape} of {len(batch)} images, not [N, F]")

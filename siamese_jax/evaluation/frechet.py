@@ -6,13 +6,13 @@ Heusel et al. 2017 (arXiv 1706.08500). Legend: N examples, F features.
 import contextlib
 import os
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator
 from typing import IO, NamedTuple
 
 import numpy as np
 
 from siamese_jax.errors import FaultError, InputError
+from siamese_jax.npz import read_npz
 
 NAMES = (("mu", "sigma"), ("mean", "covariance"))  # of the arrays in a file, the usual ones first
 
@@ -106,28 +106,22 @@ def read_statistics(path: str | os.PathLike) -> Statistics:
 
     Raises InputError where the file is missing, is not .npz, or does not hold what it must.
     """
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise InputError(f"there is no file of statistics {path}: give a .npz file with mu and sigma")
+    arrays = read_npz(path, "file of statistics")
+    for names in NAMES:
+        if set(names) <= set(arrays):
+            break
+    else:
+        raise InputError(
+            f"{path} holds {', '.join(list(arrays)[:8]) or 'nothing'}: "
+            "it needs mu and sigma, or mean and covariance"
+        )
     try:
-        with np.load(path, allow_pickle=False) as file:
-            statistics = _statistics_in(file, path)
-    except InputError:
-        raise
-    except (OSError, ValueError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise InputError(f"{path} is not a file of statistics (.npz of mu and sigma): {reason}") from error
+        mean, covariance = (np.asarray(arrays[name], np.float64) for name in names)
+        statistics = Statistics(mean, covariance, int(arrays["count"]) if "count" in arrays else None)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path} has {names[0]}, {names[1]} or count that are no real numbers") from error
     _check_statistics(statistics, f"the statistics in {path}")
     return statistics
-
-
-def _statistics_in(file, path: pathlib.Path) -> Statistics:
-    for names in NAMES:
-        if set(names) <= set(file.files):
-            mean, covariance = (np.asarray(file[name], np.float64) for name in names)
-            return Statistics(mean, covariance, int(file["count"]) if "count" in file.files else None)
-    found = ", ".join(file.files[:8]) or "nothing"
-    raise InputError(f"{path} holds {found}: it needs mu and sigma, or mean and covariance")
 
 
 def write_statistics(path: str | os.PathLike, stats: Statistics) -> None:
@@ -139,6 +133,13 @@ def write_statistics(path: str | os.PathLike, stats: Statistics) -> None:
     count = {} if stats.count is None else {"count": np.int64(stats.count)}
     with whole_file(path) as file:
         np.savez(file, mu=stats.mean_F, sigma=stats.covariance_FF, **count)
+
+
+def check_output(name: str, path: str) -> None:
+    """InputError where an option names a file that cannot be written: before what it is to hold is computed."""
+    folder = pathlib.Path(path).absolute().parent
+    if not folder.is_dir() or pathlib.Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{name} is {path}: it must name a file in a folder that exists and can be written to")
 
 
 @contextlib.contextmanager

@@ -58,16 +58,27 @@ def _check_images(images_by_class: dict[str, np.ndarray]) -> None:
             )
 
 
-def _mosaic(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(the picture uint8 [H, W, 3], the middle of every row in pixels)."""
-    _, height, width, _ = rows[0].shape
+def check_grid(rows: int, columns: int, side: int) -> None:
+    """InputError where a picture of so many square images, `side` pixels each, would be too large."""
+    _layout(rows, columns, side, side)
+
+
+def _layout(rows: int, columns: int, height: int, width: int) -> tuple[int, tuple[int, int]]:
+    """(factor by which images are enlarged, height and width of the picture)."""
     factor = max(1, -(-MIN_IMAGE // max(height, width)))
-    down, right = height * factor + GAP, width * factor + GAP
-    size = len(rows) * down - GAP, max(map(len, rows)) * right - GAP
+    size = rows * (height * factor + GAP) - GAP, columns * (width * factor + GAP) - GAP
     if max(size) > MAX_SIDE:
         raise InputError(
             f"a picture of {size[0]} by {size[1]} pixels is over {MAX_SIDE} a side: show fewer classes or images"
         )
+    return factor, size
+
+
+def _mosaic(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(the picture uint8 [H, W, 3], the middle of every row in pixels)."""
+    _, height, width, _ = rows[0].shape
+    factor, size = _layout(len(rows), max(map(len, rows)), height, width)
+    down, right = height * factor + GAP, width * factor + GAP
     mosaic = np.full((*size, 3), 255, np.uint8)
     for row, images in enumerate(rows):
         for column, image in enumerate(images):

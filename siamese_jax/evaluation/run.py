@@ -49,12 +49,16 @@ class OpenRun:
 
 @dataclasses.dataclass
 class Weights:
-    """Parameters of one checkpoint. averaged: whether they are the running average of the run."""
+    """Parameters of one checkpoint. averaged: whether they are the running average of the run.
+
+    class_names: of the images that it was trained on; none of text, and where that is not known.
+    """
 
     params: Any
     step: int
     path: str
     averaged: bool
+    class_names: tuple[str, ...] = ()
 
 
 def open_run(workdir: str, step: int | None = None) -> OpenRun:
@@ -101,8 +105,9 @@ def restore_weights(
             f"the tokenizer changed: {run.workdir} was trained with {trained}, "
             f"{run.config.data.tokenizer} is {run.tokenizer.fingerprint} now: restore the file"
         )
+    names = tuple(about["data"].get("class_names", ()))
     params = state["ema"]["params"] if averaged else state["params"]
-    return Weights(params, found_step, str(run.checkpoints / str(found_step)), averaged)
+    return Weights(params, found_step, str(run.checkpoints / str(found_step)), averaged, names)
 
 
 def open_store(

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 
+from siamese_jax.errors import InputError
 from siamese_jax.evaluation.classification import ClassificationEvaluator, names_of
-from siamese_jax.evaluation.diffusion import NoiseEvaluator, Sampler, to_pixels
+from siamese_jax.evaluation.diffusion import NoiseEvaluator, Sampler
 from siamese_jax.evaluation.generation import sample
 from siamese_jax.evaluation.perplexity import Evaluator
-from siamese_jax.evaluation.pictures import confusion_matrix, sample_grid
+from siamese_jax.evaluation.pictures import check_grid, confusion_matrix, sample_grid
 
 Progress = Callable[[int], None]
 
@@ -97,6 +98,14 @@ class DiffusionValidation:
         )  # fmt: skip
         self.size = len(parts.data.validation)
         self.part = min(config.eval.max_images or self.size, self.size)
+        images, model = parts.data.train, parts.model_config
+        self.each = config.eval.samples_per_class if images.shows_pixels and model.channels in (1, 3) else 0
+        self.classes = range(min(images.num_classes, config.eval.classes))
+        if self.each:
+            try:
+                check_grid(len(self.classes), self.each, model.image_size)
+            except InputError as error:
+                raise InputError(f"eval.samples_per_class {self.each}, eval.classes: {error}") from error
 
     def figures(self, params, progress: Progress) -> dict[str, float]:
         """The metrics of a validation during the run."""
@@ -105,27 +114,24 @@ class DiffusionValidation:
 
     def finish(self, params, workdir: str, progress: Progress) -> dict:
         """The whole validation set, and samples of every class as a picture."""
-        total, config, images = (
-            self.evaluator(params, progress, self.size),
-            self.parts.config,
-            self.parts.data.train,
-        )
-        each, pictures = config.eval.samples_per_class, []
-        if each and images.shows_pixels and self.parts.model_config.channels in (1, 3):
-            classes = range(min(images.num_classes, config.eval.classes))
-            sampler = Sampler(
-                self.parts.model, self.parts.mesh, num_steps=config.training.diffusion_steps,
-                sampling_steps=config.eval.sampling_steps, method=config.eval.sampler,
-                guidance=config.eval.guidance, batch_size=config.eval.batch_size,
-            )  # fmt: skip
-            labels = [label for label in classes for _ in range(each)]
-            made = to_pixels(sampler(params, labels, seed=config.seed), self.parts.data.loader.augmentation)
-            pictures = [str(pathlib.Path(workdir) / "samples.png")]
-            if jax.process_index() == 0:
-                rows = {images.class_names[i]: made[i * each : (i + 1) * each] for i in classes}
-                title = f"{images.name}, {self.parts.model_config.residual}, guidance {config.eval.guidance:g}"
-                sample_grid(pictures[0], rows, title)
-        return {"validation": total, "pictures": pictures}
+        total, config = self.evaluator(params, progress, self.size), self.parts.config
+        if not self.each:
+            return {"validation": total, "pictures": []}
+        sampler = Sampler(
+            self.parts.model, self.parts.mesh, num_steps=config.training.diffusion_steps,
+            sampling_steps=config.eval.sampling_steps, method=config.eval.sampler,
+            guidance=config.eval.guidance, batch_size=config.eval.batch_size,
+        )  # fmt: skip
+        labels = [label for label in self.classes for _ in range(self.each)]
+        made = sampler(params, labels, config.seed, lambda done: progress(self.size))  # a signal is heard there
+        picture = str(pathlib.Path(workdir) / "samples.png")
+        if jax.process_index() == 0:
+            data, each = self.parts.data, self.each
+            pixels, names = data.loader.augmentation.pixels(made), data.train.class_names
+            rows = {names[i]: pixels[i * each : (i + 1) * each] for i in self.classes}
+            title = f"{data.train.name}, {self.parts.model_config.residual}, guidance {config.eval.guidance:g}"
+            sample_grid(picture, rows, title)
+        return {"validation": total, "pictures": [picture]}
 
 
 _VALIDATIONS = {"language": LanguageValidation, "vision": VisionValidation, "diffusion": DiffusionValidation}

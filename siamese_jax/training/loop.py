@@ -87,6 +87,7 @@ def _about(parts: Parts, step: int, recorder: Recorder) -> dict:
             "seed": parts.config.seed,
             "fingerprint": parts.data.fingerprint,
             "tokenizer": parts.data.tokenizer and parts.data.tokenizer.fingerprint,
+            "class_names": list(parts.data.class_names),
         },
         "library": __version__,
     }

@@ -48,8 +48,8 @@ def _check_same_data(parts: Parts, step: int, stored: str) -> None:
     now = parts.data.fingerprint
     if stored != now:
         raise InputError(
-            f"the training data changed: checkpoint {step} was trained on data {stored[:12]}, "
-            f"{parts.config.data.source} is {now[:12]} now: restore the data or use another --workdir"
+            f"the training data changed: checkpoint {step} was trained on data {stored}, "
+            f"{parts.config.data.source} is {now} now: restore the data or use another --workdir"
         )
 
 

@@ -33,6 +33,11 @@ class Data:
     tokenizer: Any = None
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """Of the images that are trained on; none of text."""
+        return getattr(self.train, "class_names", ())
+
+    @property
     def broken(self) -> list[str]:
         """Names of the images that could not be read so far and were passed over."""
         return sorted({name for part in (self.train, self.validation) for name in getattr(part, "broken", ())})

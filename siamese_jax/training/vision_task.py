@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from siamese_jax.data.image_loader import open_image_data
+from siamese_jax.errors import InputError
 from siamese_jax.models.families import parameter_shapes
 from siamese_jax.training.metrics import flops_per_image, format_count
 from siamese_jax.training.task import Data, Task, row_keys
@@ -55,7 +56,13 @@ class VisionTask(Task):
         return flops_per_image(model, parameter_shapes(model), model.num_tokens)
 
     def open_data(self, config, model, rows):
-        return Data(*open_image_data(config, model, rows))
+        data = Data(*open_image_data(config, model, rows))
+        if len(data.class_names) < 2:
+            raise InputError(
+                f"{data.train.name} has one class, {data.class_names[0]!r}, and nothing to tell it from: "
+                "correct data.source"
+            )
+        return data
 
     def describe(self, config, data):
         return describe_images(config, data)

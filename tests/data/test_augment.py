@@ -60,7 +60,7 @@ def test_padded_crops_take_every_place():
 def test_larger_images_are_resized_and_cut_around_the_centre():
     augmentation = Augmentation(size=12, channels=3, mean=(0.0,) * 3, std=(1.0,) * 3, eval_crop=0.8)
     picture = image_of(COLOUR).resize((15, 20), 3)  # the shorter side 12 / 0.8, bicubic
-    np.testing.assert_array_equal(bytes_of(augmentation.plain(COLOUR)), np.asarray(picture)[4:16, 1:13])
+    np.testing.assert_array_equal(bytes_of(augmentation.plain(COLOUR)), np.asarray(picture)[4:16, 2:14])
     whole = dataclasses.replace(augmentation, eval_crop=1.0)
     np.testing.assert_array_equal(
         bytes_of(whole.plain(COLOUR[:30])), np.asarray(image_of(COLOUR[:30]).resize((12, 12), 3))
@@ -178,3 +178,21 @@ def test_what_does_not_fit_the_model_is_told_in_one_line(changes, image, words):
         with pytest.raises(InputError) as caught:
             look(image)
         assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+def test_channels_beyond_colour_are_resized_one_by_one():
+    """Pillow would take the last of two and four for transparency."""
+    pixels = RANDOM.integers(0, 256, (12, 10, 5), dtype=np.uint8)
+    for channels in (2, 4, 5):
+        augmentation = Augmentation(size=6, channels=channels, mean=(0.0,) * channels, std=(1.0,) * channels)
+        found = augmentation.plain(pixels[..., :channels])
+        for c in range(channels):
+            one = dataclasses.replace(BASE, channels=1).plain(pixels[..., c : c + 1])
+            np.testing.assert_array_equal(found[..., c : c + 1], one)
+
+
+def test_latents_leave_as_they_were_stored():
+    augmentation = Augmentation(size=2, channels=4, mean=(0.0,) * 4, std=(1.0,) * 4, latent_scale=0.18215)
+    latents = RANDOM.standard_normal((2, 2, 4)).astype(np.float32)
+    np.testing.assert_allclose(augmentation.plain(latents), 0.18215 * latents, rtol=1e-6)
+    np.testing.assert_allclose(augmentation.stored_latents(augmentation.plain(latents)), latents, rtol=1e-6)

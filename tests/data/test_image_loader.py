@@ -104,6 +104,10 @@ def test_normalisations_and_what_does_not_fit_them():
     with pytest.raises(InputError, match=r"data.padding is 2 but data.crop is 'none'"):
         make_augmentation(config_of(data__padding=2).data, model_config(config))
 
+    many = config_of(model__channels=4, data__rand_augment_layers=2)
+    with pytest.raises(InputError, match=r"for grey and colour images, model\.channels is 4"):
+        make_augmentation(many.data, model_config(many))
+
 
 def write_npz(path, images, labels, **more):
     np.savez(path, **{"images" if images.dtype == np.uint8 else "latents": images}, labels=labels, **more)
@@ -143,6 +147,14 @@ def test_latents_are_only_scaled_and_flipped_and_must_have_the_models_shape(tmp_
     wrong = config_of("diffusion", data__source=source, model__channels=3)
     with pytest.raises(InputError, match=r"latents of shape \(8, 8, 4\) do not fit the model's \(8, 8, 3\)"):
         open_image_data(wrong, model_config(wrong), np.arange(5))
+
+
+def test_what_latents_do_not_get_is_refused(tmp_path):
+    latents = np.random.default_rng(0).standard_normal((40, 8, 8, 1)).astype(np.float32)
+    source = write_npz(tmp_path / "l.npz", latents, np.arange(40) % 3)
+    config = config_of(data__source=source, data__erase=0.5)
+    with pytest.raises(InputError, match=r"holds latents, which are only flipped: set data\.crop to none"):
+        open_image_data(config, model_config(config), np.arange(5))
 
 
 def test_labels_beyond_the_classes_of_a_set_are_told():

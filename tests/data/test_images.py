@@ -2,12 +2,14 @@
 
 import gzip
 import io
+import shutil
 import time
 
 import numpy as np
 import pytest
 
 from siamese_jax.data import images as sources
+from siamese_jax.data.image_set import with_classes_of
 from siamese_jax.data.images import open_images, read_idx
 from siamese_jax.errors import InputError
 
@@ -88,9 +90,10 @@ def test_an_npz_file_is_parted_by_a_hash_and_two_are_taken_as_they_are(tmp_path)
     assert len(train) + len(held) == 30 and len(held) > 3 and train.class_names == ("x", "y", "z")
     both = {bytes(image.data) for part in (train, held) for image in part.images}
     assert len(both) == 30
-    np.savez(tmp_path / "b.npz", images=PIXELS[:4], labels=np.array([0, 1, 3, 0]))
+    np.savez(tmp_path / "b.npz", images=PIXELS[:4], labels=np.array([0, 1, 2, 0]))
     pair = f"{tmp_path}/a.npz,{tmp_path}/b.npz"
-    assert [len(open_images(pair, s)) for s in ("train", "validation")] == [30, 4]
+    parts = [open_images(pair, s) for s in ("train", "validation")]
+    assert [(len(part), part.class_names) for part in parts] == [(30, ("x", "y", "z")), (4, ("x", "y", "z"))]
     latents = PIXELS.astype(np.float64)
     np.savez(tmp_path / "l.npz", latents=latents, labels=LABELS.astype(int))
     found = open_images(str(tmp_path / "l.npz"), "train")
@@ -103,11 +106,16 @@ def test_an_npz_file_is_parted_by_a_hash_and_two_are_taken_as_they_are(tmp_path)
         ({"images": PIXELS}, ("has images", "and labels")),
         ({"images": PIXELS[..., 0], "labels": LABELS}, ("(30, 5, 4)", "(N, H, W, C)")),
         ({"images": PIXELS.astype(np.int32), "labels": LABELS}, ("int32",)),
-        ({"images": PIXELS, "labels": LABELS[:9]}, ("(9,)", "30 whole numbers")),
+        ({"images": PIXELS, "labels": LABELS[:9]}, ("9 labels for 30 images",)),
         ({"images": PIXELS, "labels": LABELS.astype(float)}, ("float64",)),
         ({"images": PIXELS, "labels": -LABELS.astype(int)}, ("from 0",)),
         ({"images": PIXELS[:0], "labels": LABELS[:0]}, ("no image",)),
-        ({"images": PIXELS, "labels": LABELS, "class_names": np.array(["a"])}, ("label 2", "1 classes")),
+        ({"images": PIXELS / 255, "labels": LABELS}, ("float64", "named latents")),
+        ({"latents": PIXELS, "labels": LABELS}, ("latents are uint8", "floating")),
+        ({"images": PIXELS, "labels": np.arange(30) + 2**30}, ("label 1073741853", "below 1000000")),
+        ({"images": PIXELS, "labels": LABELS, "class_names": np.array("a")}, ("class_names of shape ()",)),
+        ({"images": PIXELS, "labels": LABELS, "class_names": np.array(["a", "b", "a"])}, ("class_names",)),
+        ({"images": PIXELS, "labels": LABELS, "class_names": np.array(["a"])}, ("label 2", "1 class_names")),
     ],
 )
 def test_a_wrong_npz_file_is_told(tmp_path, arrays, words):
@@ -117,7 +125,8 @@ def test_a_wrong_npz_file_is_told(tmp_path, arrays, words):
 
 def test_what_is_no_source_is_told(tmp_path):
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04")
-    refused(tmp_path / "broken.npz", "cannot be read as .npz")
+    refused(tmp_path / "broken.npz", "cannot be read as a data.source (.npz)")
+    refused("", "data.source is empty")
     refused("nowhere", "'nowhere'", "fashion_mnist, digits, tfds:NAME")
     refused("a.npz,b.npz,c.npz", "3 .npz files")
     with pytest.raises(InputError, match="unknown split 'test'"):
@@ -125,6 +134,29 @@ def test_what_is_no_source_is_told(tmp_path):
     np.savez(tmp_path / "one.npz", images=PIXELS[:1], labels=LABELS[:1])
     assert len(open_images(str(tmp_path / "one.npz"), "train")) == 1
     refused(tmp_path / "one.npz", "no image for validation", split="validation")
+
+
+def test_a_source_without_parts_can_be_taken_whole(tmp_path, folder):
+    np.savez(tmp_path / "a.npz", images=PIXELS, labels=LABELS)
+    for source in (str(tmp_path / "a.npz"), str(folder)):
+        for split in ("all", ""):
+            found = open_images(source, split)
+            assert (len(found), found.split) == (30, "all")
+    refused("digits", "parts of its own", split="all")
+    held = open_images("digits", "")
+    assert held.split == "validation" and len(held) < 500
+
+
+def test_classes_are_those_of_the_same_name(tmp_path):
+    """A folder of two of a model's three classes would number them anew."""
+    np.savez(tmp_path / "a.npz", images=PIXELS, labels=LABELS % 2, class_names=np.array(["dog", "fox"]))
+    images = open_images(str(tmp_path / "a.npz"), "all")
+    renamed = with_classes_of(images, ("cat", "dog", "fox"))
+    assert renamed.num_classes == 3 and [renamed.example(i)[1] for i in range(4)] == [1, 2, 1, 1]
+    np.testing.assert_array_equal(renamed.example(2)[0], PIXELS[2])
+    assert with_classes_of(images, ()) is images and with_classes_of(images, ("0", "1")) is images
+    with pytest.raises(InputError, match="the class 'dog', the model was trained on cat, fox: rename"):
+        with_classes_of(images, ("cat", "fox"))
 
 
 @pytest.fixture
@@ -186,7 +218,21 @@ def test_a_broken_image_is_named_or_replaced_by_the_next_one(folder):
         lenient.example(0)
 
 
+def test_sixteen_bits_are_scaled_and_not_cut(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    values = np.array([[0, 257, 4096], [30000, 61440, 65535]], np.uint16)
+    image.fromarray(values).save(tmp_path / "a" / "x.png")
+    found, _ = open_images(str(tmp_path), "all").example(0)
+    np.testing.assert_array_equal(found[..., 0], [[0, 1, 16], [117, 239, 255]])
+
+
 def test_a_folder_without_classes_or_images_is_told(tmp_path):
+    (tmp_path / "half" / "val" / "a").mkdir(parents=True)
+    refused(tmp_path / "half", "has val but no train")
+    (tmp_path / "half" / "val" / "a").rmdir()
+    (tmp_path / "half" / "val").rmdir()
+    (tmp_path / "half").rmdir()
     refused(tmp_path, "no folders of classes")
     (tmp_path / "a").mkdir()
     refused(tmp_path, "no image for train", "CLASS/*.png")
@@ -249,6 +295,34 @@ def test_tfds_is_read_at_random_places(prepared):
     assert label == by_bytes[bytes(image.data)] and train.fingerprint != test.fingerprint
     direct = open_images(str(prepared / "tiny_images" / "1.0.0"), "train")
     np.testing.assert_array_equal(direct.example(5)[0], train.example(5)[0])
+
+
+def test_broken_files_of_tfds_are_told(prepared, tmp_path):
+    """An example that cannot be decoded is named, or the next one taken; broken descriptions end in one line."""
+    copy = tmp_path / "tiny_images" / "1.0.0"
+    shutil.copytree(prepared / "tiny_images" / "1.0.0", copy)
+    found = open_images(str(copy), "train", on_broken="skip")
+    whole = found._source
+
+    class Holed:
+        def __getitem__(self, place):
+            if place == 2:
+                raise OSError("Truncated File Read")
+            return whole[place]
+
+    found._source = Holed()
+    np.testing.assert_array_equal(found.example(2)[0], found.example(3)[0])
+    assert found.broken == [f"{copy} train, example 2"]
+    found.on_broken = "stop"
+    with pytest.raises(
+        InputError, match=r"example 2 cannot be read as an image \(Truncated File Read\).*on_broken"
+    ):
+        found.example(2)
+    shard = next(copy.glob("*train*array_record*"))
+    shard.rename(tmp_path / "elsewhere")
+    refused(copy, "cannot be read")
+    (copy / "dataset_info.json").write_text("{")
+    refused(copy, "is not a prepared data set")
 
 
 def test_latents_of_tfds_are_parted_where_there_is_one_split(prepared):

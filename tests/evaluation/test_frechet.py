@@ -130,14 +130,14 @@ def saved(path, **arrays):
 
 
 WRONG_FILES = {
-    "missing": (lambda path: path, "there is no file"),
-    "text": (lambda path: path.write_text("mu") and path, "not a file of statistics"),
-    "cut": (lambda path: path.write_bytes(b"PK\x03\x04 cut") and path, "not a file of statistics"),
-    "array": (lambda path: np.save(path.open("wb"), np.eye(2)) or path, "not a file of statistics"),
+    "missing": (lambda path: path, "there is no file of statistics"),
+    "text": (lambda path: path.write_text("mu") and path, "cannot be read as a file of statistics"),
+    "cut": (lambda path: path.write_bytes(b"PK\x03\x04 cut") and path, "not a zip file"),
+    "array": (lambda path: np.save(path.open("wb"), np.eye(2)) or path, "one array"),
     "names": (lambda path: saved(path, mu=np.zeros(2), s=np.eye(2)), "holds mu, s: it needs mu and sigma"),
     "shapes": (lambda path: saved(path, mu=np.zeros(2), sigma=np.eye(3)), r"shape \[2\].*\[3, 3\]"),
     "nan": (lambda path: saved(path, mu=np.zeros(2), sigma=np.full((2, 2), np.nan)), "not finite"),
-    "words": (lambda path: saved(path, mu=np.array(["a"]), sigma=np.eye(1)), "not a file of statistics"),
+    "words": (lambda path: saved(path, mu=np.array(["a"]), sigma=np.eye(1)), "no real numbers"),
     "few": (lambda path: saved(path, mu=np.zeros(2), sigma=np.eye(2), count=1), "1 examples"),
 }
 
