@@ -181,8 +181,21 @@ def nearest_key(key: str, family: str = "") -> str:
     return f" (nearest: {near[0]})" if near else ""
 
 
+def _check_family(config: ml_collections.ConfigDict) -> None:
+    """InputError where a configuration names a family but was not started as one of it."""
+    if config.family not in FAMILIES:
+        raise InputError(f"family is {config.family!r}: it must be one of {', '.join(FAMILIES)}")
+    foreign = flat_items(config).keys() ^ flat_items(base_config(config.family)).keys()
+    if foreign:
+        raise InputError(
+            f"family is {config.family!r}, but the configuration has or lacks {min(foreign)} as one of another "
+            f"family: start from base_config({config.family!r}), do not set family"
+        )
+
+
 def model_config(config: ml_collections.ConfigDict) -> TransformerConfig:
     """The model part of a configuration as the model's own dataclass, checked, scheme options filled in."""
+    _check_family(config)
     values = dict(config.model.items())
     options = resolve_options(values["residual"], dict(values["residual_options"].items()))
     values["residual_options"] = tuple(sorted(options.items()))
@@ -214,14 +227,6 @@ SHARES = {"data.erase": (0, 1), "data.eval_crop": (1e-3, 1), "training.label_smo
 
 def check_config(config: ml_collections.ConfigDict) -> None:
     """InputError for the first thing in a configuration that cannot work; nothing is computed."""
-    if config.family not in FAMILIES:
-        raise InputError(f"family is {config.family!r}: it must be one of {', '.join(FAMILIES)}")
-    foreign = flat_items(config).keys() ^ flat_items(base_config(config.family)).keys()
-    if foreign:
-        raise InputError(
-            f"family is {config.family!r}, but the configuration has or lacks {min(foreign)} as one of another "
-            f"family: start from base_config({config.family!r}), do not set family"
-        )
     model_config(config)
     check_optimizer(config.optimizer)
     check_schedule(config.schedule, config.training.steps)

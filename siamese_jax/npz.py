@@ -22,7 +22,7 @@ def read_npz(path: str | os.PathLike, what: str, only: Collection[str] | None = 
     """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"there is no {what} {path} (looked in {os.getcwd()}): correct the path")
+        raise InputError(f"{what} {path} is not there (looked in {os.getcwd()}): correct the path")
     try:
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):

@@ -130,7 +130,7 @@ def saved(path, **arrays):
 
 
 WRONG_FILES = {
-    "missing": (lambda path: path, "there is no file of statistics"),
+    "missing": (lambda path: path, "is not there"),
     "text": (lambda path: path.write_text("mu") and path, "cannot be read as a file of statistics"),
     "cut": (lambda path: path.write_bytes(b"PK\x03\x04 cut") and path, "not a zip file"),
     "array": (lambda path: np.save(path.open("wb"), np.eye(2)) or path, "one array"),
