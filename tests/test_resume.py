@@ -77,6 +77,7 @@ def test_killed_runs_continue_exactly(place, reference, tmp_path):
     assert_same_run(workdir, reference)
 
 
+@pytest.mark.slow
 def test_runs_killed_again_and_again_continue_exactly(place, reference, tmp_path):
     workdir, draw = tmp_path / "run", random.Random(1)
     steps = sorted(draw.sample(range(1, 28), 8))

@@ -154,7 +154,7 @@ def _memory(compiled) -> dict[str, int | None]:
 
 def format_table(result: dict) -> str:
     """The figures as a table, a line for each scheme."""
-    line = "{:<15} {:>9} {:>9} {:>7} {:>6} {:>13} {:>8} {:>9} {:>9} {:>11}".format
+    line = "{:<15} {:>10} {:>9} {:>7} {:>6} {:>13} {:>9} {:>9} {:>9} {:>11}".format
     unit = f"{result['unit']}s"
     names = ("ms/step", f"{unit}/s", "MFU", "ratio", "(range)", "compile", "temp", "peak", "parameters")
     lines = [line("scheme", *names)]
