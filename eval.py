@@ -78,11 +78,10 @@ flags.DEFINE_string("write_stats", "", "Diffusion: .npz of statistics of the ima
 flags.DEFINE_alias("reference-stats", "reference_stats")
 program.define_json_flag()
 start_up.define_flags()
-OF_SAMPLES = (
-    "samples_per_class", "classes", "sampler", "sampling_steps", "guidance", "eta", "seed", "samples_out",
-    "classifier", "features", "reference_stats", "write_stats",
-)  # fmt: skip
 HOW_TO_SAMPLE = ("classes", "sampler", "sampling_steps", "guidance", "eta", "seed")
+OF_SAMPLES = (
+    "samples_per_class", *HOW_TO_SAMPLE, "samples_out", "classifier", "features", "reference_stats", "write_stats",
+)  # fmt: skip
 MEANINGLESS = {
     "language": ("max_images", "picture", *OF_SAMPLES),
     "vision": ("max_windows", "data.field", "data.cache_dir", *OF_SAMPLES),

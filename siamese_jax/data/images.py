@@ -47,8 +47,9 @@ def open_images(
     has_parts, open_part = _opener(source, data_dir, validation_fraction, on_broken)
     if split == ALL and has_parts:
         raise InputError(f"{source} has parts of its own: say train or validation, not {ALL}")
-    images = open_part(split or ("validation" if has_parts else ALL))
-    images.split = split or ("validation" if has_parts else ALL)
+    split = split or ("validation" if has_parts else ALL)
+    images = open_part(split)
+    images.split = split
     return images
 
 
