@@ -6,7 +6,7 @@ A .txt file is one document; in the other formats every line or row is one, its 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import zstandard
@@ -20,13 +20,15 @@ _LARGEST_WINDOW = 1 << 31  # what `zstd --long=31` writes; the library's default
 _BYTE_ORDER_MARK = "\ufeff"
 
 
-def ending_of(path: Path) -> str | None:
+def ending_of(path: Path, endings: tuple[str, ...] = ENDINGS) -> str | None:
     """The known ending of a file name, or None."""
-    return next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
+    return next((ending for ending in endings if path.name.lower().endswith(ending)), None)
 
 
-def read_file(path: Path, field: str = "text") -> Iterator[str]:
+def read_file(path: Path, field: str = "text", reached: Callable[[int], None] | None = None) -> Iterator[str]:
     """Yields the documents of one file in file order.
+
+    reached: told, now and then, how many bytes of the file (as it lies on the disk) have been read.
 
     Raises InputError, naming the file and the byte, line or row, for an ending that is not in ENDINGS, an
     unreadable, empty, truncated or damaged file, bytes that are not UTF-8, a line that is not a JSON object,
@@ -37,17 +39,22 @@ def read_file(path: Path, field: str = "text") -> Iterator[str]:
         raise InputError(
             f"{path} has an unknown ending; known endings are {', '.join(ENDINGS)}: rename or convert it"
         )
+    reached = reached or (lambda place: None)
     try:
-        if path.stat().st_size == 0:
+        size = path.stat().st_size
+        if size == 0:
             raise InputError(f"{path} is empty (0 bytes): remove it from the source or fill it")
         if ending == ".txt":
             yield _decode(path.read_bytes(), path).removeprefix(_BYTE_ORDER_MARK)
+            reached(size)
             return
-        documents = _parquet_rows(path, field) if ending == ".parquet" else _json_lines(path, ending, field)
+        read = _parquet_rows if ending == ".parquet" else _json_lines
+        documents = read(path, ending, field, reached)
         found = False
         for text in documents:
             found = True
             yield text
+        reached(size)
     except OSError as error:
         reason = error.strerror or _first_line(error)
         raise InputError(f"cannot read {path}: {reason}: check the file and its permissions") from error
@@ -55,21 +62,22 @@ def read_file(path: Path, field: str = "text") -> Iterator[str]:
         raise InputError(f"{path} holds no document: remove it from the source or fill it")
 
 
-def _decode(raw: bytes, path: Path, offset: int = 0) -> str:
+def _decode(raw: bytes, path: Path, offset: int = 0, line: int = 1) -> str:
+    """The text of bytes that begin at this offset and line of the file."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = offset + error.start
+        place, line = offset + error.start, line + raw.count(b"\n", 0, error.start)
         raise InputError(
-            f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {place} (of the "
+            f"{path}, line {line} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {place} (of the "
             "uncompressed text): convert the file to UTF-8"
         ) from error
 
 
-def _json_lines(path: Path, ending: str, field: str) -> Iterator[str]:
+def _json_lines(path: Path, ending: str, field: str, reached: Callable[[int], None]) -> Iterator[str]:
     offset = 0
-    for number, raw in enumerate(_split_lines(_chunks(path, ending)), start=1):
-        line = _decode(raw, path, offset)
+    for number, raw in enumerate(_split_lines(_chunks(path, ending, reached)), start=1):
+        line = _decode(raw, path, offset, number)
         if number == 1:
             line = line.removeprefix(_BYTE_ORDER_MARK)
         offset += len(raw) + 1
@@ -124,11 +132,14 @@ def _split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _chunks(path: Path, ending: str) -> Iterator[bytes]:
+def _chunks(path: Path, ending: str, reached: Callable[[int], None]) -> Iterator[bytes]:
     try:
-        with gzip.open(path) if ending == ".jsonl.gz" else open(path, "rb") as file:
+        with open(path, "rb") as packed:
+            file = gzip.GzipFile(fileobj=packed) if ending == ".jsonl.gz" else packed
             chunks = iter(lambda: file.read(_CHUNK_BYTES), b"")
-            yield from _unpack_zstd(chunks) if ending == ".jsonl.zst" else chunks
+            for chunk in _unpack_zstd(chunks) if ending == ".jsonl.zst" else chunks:
+                yield chunk
+                reached(packed.tell())
     except EOFError as error:
         raise InputError(
             f"{path} is truncated: its compressed data end early: fetch or write the file again"
@@ -151,18 +162,20 @@ def _unpack_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
         raise EOFError("unfinished zstd frame")
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[str]:
+def _parquet_rows(path: Path, ending: str, field: str, reached: Callable[[int], None]) -> Iterator[str]:
+    del ending
     import pyarrow  # here: it takes longer to import than all the rest of this package
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             _check_column(table.schema_arrow, path, field)
-            row = 0
+            row, size, num_rows = 0, path.stat().st_size, table.metadata.num_rows
             for batch in table.iter_batches(batch_size=256, columns=[field]):
                 for scalar in batch.column(0):
                     yield _row_text(scalar, path, row, field)
                     row += 1
+                reached(size * row // num_rows)
     except pyarrow.ArrowInvalid as error:
         raise InputError(
             f"{path} is damaged or not parquet ({_first_line(error)}): fetch or write the file again"

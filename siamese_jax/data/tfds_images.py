@@ -3,17 +3,13 @@
 Shapes: H height, W width, C channels.
 """
 
-import difflib
-import importlib.util
-
 import numpy as np
-from absl import logging as absl_logging
 
 from siamese_jax.data.image_set import Broken, ImageSet, part_of
+from siamese_jax.data.tfds_builder import NOT_TRAINING, find_builder, how_to_prepare
 from siamese_jax.errors import InputError
 
 IMAGES = ("image", "latent")
-NOT_TRAINING = ("validation", "test")
 
 
 class TfdsImages(ImageSet):
@@ -53,18 +49,7 @@ def find_tfds(source: str, data_dir: str, fraction: float, on_broken: str):
 
     InputError at once where it is not prepared.
     """
-    if importlib.util.find_spec("tensorflow_datasets") is None:
-        raise InputError(f"data.source {source} needs pip install tensorflow-datasets")
-    import tensorflow_datasets as tfds
-
-    if source.startswith("tfds:"):
-        builder = _builder(tfds, source.removeprefix("tfds:"), data_dir)
-    else:
-        try:
-            builder = tfds.builder_from_directory(source)
-        except Exception as error:  # whatever the readers of broken files bring up
-            reason = " ".join(str(error).split())[:90]
-            raise InputError(f"{source} is not a prepared data set of TFDS: {reason}") from error
+    builder = find_builder(source, data_dir)
     has = [name for name in NOT_TRAINING if name in builder.info.splits]
 
     def open_part(split: str) -> TfdsImages:
@@ -85,43 +70,13 @@ def _open_split(source: str, builder, own: str, part: str, data_dir: str, fracti
     except Exception as error:  # of another file format, or of files that are missing or broken
         raise InputError(
             f"{source} cannot be read at random places: {' '.join(str(error).split())[:90]}; "
-            f"{_how(builder.name, data_dir)}"
+            f"{how_to_prepare(builder.name, data_dir)}"
         ) from error
     if not len(index):
         raise InputError(f"{source} has no image for {part}: change data.validation_fraction {fraction}")
     version = f"{builder.name} {builder.version} {own}"
     name = f"{source} {own if part == 'all' else part}"
     return TfdsImages(name, examples, feature, class_names, index, version, on_broken)
-
-
-def _builder(tfds, name: str, data_dir: str):
-    verbosity = absl_logging.get_verbosity()
-    absl_logging.set_verbosity(absl_logging.ERROR)  # of a missing folder it warns, beside our own line
-    try:
-        builder = tfds.builder(name, data_dir=data_dir or None, file_format="array_record")
-        is_prepared = builder.is_prepared()
-    except tfds.core.registered.DatasetNotFoundError as error:
-        known = tfds.list_builders(with_community_datasets=False)
-        near = ", ".join(difflib.get_close_matches(name.partition("/")[0], known, n=3, cutoff=0.3)) or "none"
-        raise InputError(f"TFDS has no data set {name!r} (nearest: {near}): correct data.source") from error
-    except (ValueError, AssertionError, FileNotFoundError) as error:
-        raise InputError(f"data.source tfds:{name}: {' '.join(str(error).split())[:120]}") from error
-    finally:
-        absl_logging.set_verbosity(verbosity)
-    if not is_prepared:
-        # Asked for its data it would try to download them, for minutes where there is no network.
-        raise InputError(
-            f"tfds:{name} is not prepared in {builder.data_path.parent.parent}: {_how(name, data_dir)}"
-        )
-    return builder
-
-
-def _how(name: str, data_dir: str) -> str:
-    place = f", data_dir={data_dir!r}" if data_dir else ""
-    return (
-        'prepare it with  python -c "import tensorflow_datasets as tfds; '
-        f"tfds.builder({name!r}{place}, file_format='array_record').download_and_prepare()\""
-    )
 
 
 def _features(source: str, builder) -> tuple[str, tuple[str, ...]]:

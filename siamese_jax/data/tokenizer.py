@@ -1,10 +1,12 @@
-"""Text to token ids and back: plain bytes, or any tokenizer file of the Hugging Face `tokenizers` library.
+"""Text to token ids and back: plain bytes, or a tokenizer of the Hugging Face `tokenizers` library, SentencePiece
+or tiktoken.
 
-Both classes have the attributes name, vocab_size, end_of_text and fingerprint and the methods encode_batch
-and decode.
+All classes have the attributes name, spec, vocab_size, end_of_text and fingerprint and the methods encode_batch,
+decode and byte_lengths, and can be sent to another process.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,7 +21,7 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
 
-    name = "bytes"
+    name = spec = "bytes"
     vocab_size = 257
     end_of_text = 256
     fingerprint = hashlib.sha256(b"UTF-8 bytes, 256 = end of text").hexdigest()[:16]
@@ -31,6 +33,10 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids; broken UTF-8 becomes U+FFFD, ids that are not bytes vanish."""
         return bytes(token for token in map(int, ids) if 0 <= token < 256).decode("utf-8", errors="replace")
+
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes that each id stands for, int32 [vocab_size]; the end of text stands for none."""
+        return np.array([1] * 256 + [0], np.int32)
 
 
 class FileTokenizer:
@@ -44,8 +50,9 @@ class FileTokenizer:
 
     def __init__(self, path: str | Path, end_of_text: str = ""):
         path = Path(path).expanduser()
-        content = _read(path)
-        self.name = path.name
+        content = read_tokenizer_file(path)
+        self.name, self.spec = path.name, str(path)
+        self._wanted_end = end_of_text
         self._tokenizer = _parse(content, path)
         # A file may ask to cut or pad every text to a length, and reads '<|endoftext|>' written out in a text
         # as the token itself. Neither is wanted of a corpus.
@@ -69,9 +76,34 @@ class FileTokenizer:
         kept = [token for token in known if token != self.end_of_text]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
+    def byte_lengths(self) -> np.ndarray | None:
+        """UTF-8 bytes that each id stands for, int32 [vocab_size]; None where that is not the same everywhere."""
+        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        # A character of a byte-level token stands for a byte; added tokens are plain text.
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(token)
+        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[number] = len(token.content.encode("utf-8"))
+        lengths[self.end_of_text] = 0
+        return lengths
 
-def make_tokenizer(spec: str, end_of_text: str = "") -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a configuration: 'bytes' or the path of a file. Errors as in FileTokenizer."""
+    def __reduce__(self):
+        return FileTokenizer, (self.spec, self._wanted_end)
+
+
+def make_tokenizer(spec: str, end_of_text: str = ""):
+    """The tokenizer of a configuration; InputError for one that cannot be had.
+
+    spec: 'bytes', a tokenizer.json of the `tokenizers` library, a .model of SentencePiece, or 'tiktoken:ENCODING'.
+    """
+    if spec.startswith("tiktoken:") or spec.endswith(".model"):
+        from siamese_jax.data import foreign_tokenizers as foreign
+
+        make = foreign.TiktokenTokenizer if spec.startswith("tiktoken:") else foreign.SentencePieceTokenizer
+        return make(spec, end_of_text)
     if spec != "bytes":
         return FileTokenizer(spec, end_of_text)
     if end_of_text:
@@ -82,13 +114,15 @@ def make_tokenizer(spec: str, end_of_text: str = "") -> ByteTokenizer | FileToke
     return ByteTokenizer()
 
 
-def _read(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> bytes:
+    """The content of a tokenizer's file; InputError where there is none."""
     if path.is_dir():
         raise InputError(f"the tokenizer {path} is a folder: name the tokenizer.json in it")
     if not path.exists():
         raise InputError(
-            f"the tokenizer {path} does not exist (looked in {Path.cwd()}): use 'bytes' or the "
-            "path of a tokenizer.json"
+            f"the tokenizer {path} does not exist (looked in {Path.cwd()}): use 'bytes' or the path of a "
+            "tokenizer.json, or train one:  python -m siamese_jax.data.prepare --source=SOURCE "
+            f"--train_tokenizer=SIZE --out={path.parent}"
         )
     try:
         return path.read_bytes()

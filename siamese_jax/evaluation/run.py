@@ -18,7 +18,8 @@ from tqdm import tqdm
 from siamese_jax.checkpoint import Checkpoints, available_steps, first_process_first
 from siamese_jax.config import model_config
 from siamese_jax.data.loader import check_vocabulary
-from siamese_jax.data.store import TokenStore, prepare_store
+from siamese_jax.data.prepared import prepare_store
+from siamese_jax.data.store import TokenStore
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import InputError
 from siamese_jax.evaluation.perplexity import Evaluator

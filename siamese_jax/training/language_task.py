@@ -8,7 +8,8 @@ import numpy as np
 
 from siamese_jax.checkpoint import first_process_first
 from siamese_jax.data.loader import WindowLoader, check_vocabulary
-from siamese_jax.data.store import TokenStore, prepare_store
+from siamese_jax.data.prepared import prepare_store
+from siamese_jax.data.store import TokenStore
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.models.families import parameter_shapes
 from siamese_jax.models.initialize import count_kernels

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from siamese_jax.data.store import build_store
+from siamese_jax.data.build import build_store
 from siamese_jax.data.tokenizer import ByteTokenizer
 from siamese_jax.errors import InputError
 

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from siamese_jax.data import store as store_module
-from siamese_jax.data.store import TokenStore, build_store, default_cache_dir, prepare_store
+from siamese_jax.data import build, prepared
+from siamese_jax.data.build import build_store
+from siamese_jax.data.prepared import default_cache_dir, prepare_store
+from siamese_jax.data.store import TokenStore
 from siamese_jax.data.tokenizer import ByteTokenizer
 from siamese_jax.errors import FaultError
 
@@ -50,7 +52,11 @@ def test_layout_by_hand(tmp_path):
     assert (store.num_tokens, store.num_documents, store.num_bytes) == (7, 3, 4)
     assert (store.vocab_size, store.end_of_text) == (257, 256)
     assert store.sources == {"a": (0, 1), "b": (2, 2)}
-    assert store.meta["tokenizer"] == {"name": "bytes", "fingerprint": ByteTokenizer.fingerprint}
+    assert store.meta["tokenizer"] == {
+        "name": "bytes",
+        "spec": "bytes",
+        "fingerprint": ByteTokenizer.fingerprint,
+    }
     arrays = store.tokens, store.document_starts, store.document_bytes
     assert [array.dtype.str for array in arrays] == ["<u2", "<i8", "<i8"]
     assert os.listdir(tmp_path / "new") == ["store"]
@@ -71,8 +77,8 @@ def test_arrays_are_memory_mapped_and_read_only(make_store):
 def test_result_does_not_depend_on_batching(tmp_path, monkeypatch):
     documents = [(f"s{number // 7}", "word " * number) for number in range(40)]
     whole = build_store(documents, ByteTokenizer(), tmp_path / "whole")
-    monkeypatch.setattr(store_module, "_BATCH_CHARACTERS", 50)
-    monkeypatch.setattr(store_module, "_BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(build, "_BATCH_CHARACTERS", 50)
+    monkeypatch.setattr(build, "_BATCH_DOCUMENTS", 3)
     parts = build_store(documents, ByteTokenizer(), tmp_path / "parts")
     assert parts.meta == whole.meta
     for name in ("tokens.bin", "documents.npy", "bytes.npy"):
@@ -195,7 +201,7 @@ def prepare(source, tmp_path, split="train", **options):
 
 def test_prepare_builds_once(corpus, tmp_path, monkeypatch):
     first = prepare(corpus, tmp_path)
-    monkeypatch.setattr(store_module, "build_store", None)  # a second build would fail
+    monkeypatch.setattr(prepared, "build_store", None)  # a second build would fail
     second = prepare(corpus, tmp_path)
     assert (second.path, second.fingerprint) == (first.path, first.fingerprint)
     assert first.path.parent == tmp_path / "cache"
@@ -243,7 +249,7 @@ def test_cache_folder(corpus, tmp_path, monkeypatch):
 
 PREPARE = """
 import sys, pathlib, time
-from siamese_jax.data.store import prepare_store
+from siamese_jax.data.prepared import prepare_store
 from siamese_jax.data.tokenizer import ByteTokenizer
 
 source, cache, own, other = sys.argv[1:]
@@ -271,10 +277,10 @@ def test_two_processes_prepare_the_same_store(corpus, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from siamese_jax.data import store
+from siamese_jax.data import build, prepared
 from siamese_jax.data.tokenizer import ByteTokenizer
 
-store._BATCH_DOCUMENTS = 5
+build._BATCH_DOCUMENTS = 5
 
 class Dying(ByteTokenizer):
     calls = 0
@@ -284,7 +290,7 @@ class Dying(ByteTokenizer):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode_batch(texts)
 
-store.prepare_store(sys.argv[1], 'all', tokenizer=Dying(), cache_dir=sys.argv[2])
+prepared.prepare_store(sys.argv[1], 'all', tokenizer=Dying(), cache_dir=sys.argv[2])
 """
 
 
@@ -321,7 +327,7 @@ def test_progress_bar_only_when_it_lasts(tmp_path, capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
     clock = itertools.count(step=3)
     monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
-    monkeypatch.setattr(store_module, "_BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(build, "_BATCH_DOCUMENTS", 1)
     build_store([("a", "x" * 100)] * 4, ByteTokenizer(), tmp_path / "slow")
     out, err = capfd.readouterr()
     assert out == "" and "tokenising slow" in err and "B/s" in err

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from siamese_jax.data.store import build_store
+from siamese_jax.data.build import build_store
 from siamese_jax.data.tokenizer import ByteTokenizer
 from siamese_jax.evaluation.perplexity import Evaluator, format_table
 

@@ -1,0 +1,152 @@
+"""The token store of a part of any source: prepared on purpose in a folder, or made at the first call and cached."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from siamese_jax.data import token_arrays
+from siamese_jax.data.build import build_store, index_arrays
+from siamese_jax.data.formats import ENDINGS, ending_of
+from siamese_jax.data.sources import Part, Reading, SourceFile, checked, find_corpus, is_tfds, local_files
+from siamese_jax.data.store import FORMAT_VERSION, TokenStore, is_store, partial_of
+from siamese_jax.data.token_arrays import TokenArray
+from siamese_jax.errors import InputError
+
+PARTS = ("train", "validation")
+
+_LEFTOVER_SECONDS = 24 * 3600
+
+
+def prepare_store(
+    source: str,
+    split: str,
+    *,
+    tokenizer,
+    field: str = "text",
+    cache_dir: str | Path = "",
+    validation_source: str = "",
+    validation_fraction: float = 0.05,
+    data_dir: str = "",
+    progress: bool = True,
+) -> TokenStore:
+    """The store of a split of a source: opened where it is prepared, else built at the first call and cached.
+
+    source: a folder made by `python -m siamese_jax.data.prepare`, arrays of tokens (.npy, .bin), which are only
+    indexed, or text as in `sources.find_corpus`, as are split, validation_source, validation_fraction and data_dir.
+    The cache folder is named by the files (path, size, time of change), the split, the field and the tokenizer;
+    '' is $SIAMESE_JAX_CACHE, $XDG_CACHE_HOME/siamese_jax or ~/.cache/siamese_jax. Errors as in find_corpus,
+    read_file and build_store, and InputError for a folder that was prepared with another tokenizer.
+    """
+    if split == "validation" and validation_source:
+        return prepare_store(
+            validation_source, own_part(validation_source), tokenizer=tokenizer, field=field, cache_dir=cache_dir,
+            data_dir=data_dir, progress=progress,
+        )  # fmt: skip
+    if is_prepared(source):
+        return _open_prepared(source, split, tokenizer)
+    part = "all" if validation_source else split
+    folder = Path(cache_dir).expanduser() if str(cache_dir) else default_cache_dir()
+    label = re.sub(r"[^A-Za-z0-9]+", "-", Path(source).stem)[:40].strip("-")
+    if is_token_arrays(source):
+        arrays = find_arrays(source, tokenizer, part, validation_fraction)
+        path = folder / f"{label}-{split}-{_key([(name, one.to_json()) for name, one in arrays], tokenizer)}"
+        if not path.exists():
+            return index_arrays(arrays, tokenizer, path, progress)
+        return TokenStore.open(path)
+    corpus = find_corpus(source, split, validation_source, validation_fraction, data_dir=data_dir)
+    path = (
+        folder
+        / f"{label}-{split}-{_key([corpus.stamp(), corpus.part.name, corpus.part.fraction, field], tokenizer)}"
+    )
+    if path.exists():
+        return TokenStore.open(path)
+    _sweep(folder)
+    reading = Reading()
+    return build_store(
+        corpus.documents(field, reading), tokenizer, path, progress, reading=reading, total=corpus.size,
+        unit=corpus.unit,
+    )  # fmt: skip
+
+
+def own_part(source: str) -> str:
+    """What is meant by a source that is named for validation: its own part for that where it has one, else all."""
+    if source == "sotu" or is_tfds(source):
+        return "validation"
+    return "validation" if is_prepared(source) and not is_store(Path(source)) else "all"
+
+
+def default_cache_dir() -> Path:
+    """Where `prepare_store` keeps its stores unless told otherwise."""
+    own = os.environ.get("SIAMESE_JAX_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "siamese_jax"
+
+
+def is_prepared(source: str) -> bool:
+    """Whether a source is a folder that a preparation made, or has begun to make."""
+    path = Path(source).expanduser()
+    folders = (path, *(path / part for part in PARTS))
+    return any(is_store(folder) or partial_of(folder).exists() for folder in folders)
+
+
+def _open_prepared(source: str, split: str, tokenizer) -> TokenStore:
+    path = Path(source).expanduser()
+    if is_store(path) or partial_of(path).exists():
+        if split == "validation":
+            raise InputError(
+                f"{source} is one store without a part for validation: name another with data.validation_source"
+            )
+    elif split == "all":
+        raise InputError(f"{source} was prepared in parts: name {path / 'train'} or {path / 'validation'}")
+    else:
+        path = path / split
+    store = TokenStore.open(path)
+    made = store.meta["tokenizer"]
+    if made["fingerprint"] != tokenizer.fingerprint:
+        raise InputError(
+            f"{path} was prepared with the tokenizer {made.get('spec', made['name'])} ({made['fingerprint']}), but "
+            f"data.tokenizer is {tokenizer.spec} ({tokenizer.fingerprint}): set it to the same, or prepare again"
+        )
+    return store
+
+
+def is_token_arrays(source: str) -> bool:
+    """Whether a source names arrays of tokens and not text."""
+    entries = [entry.strip() for entry in source.split(",") if entry.strip()]
+    if len(entries) == 1 and Path(entries[0]).is_dir():
+        files = [path for path in Path(entries[0]).rglob("*") if path.is_file()]
+        has_arrays = any(ending_of(path, token_arrays.ENDINGS) for path in files)
+        return has_arrays and not any(ending_of(path, ENDINGS) for path in files)
+    return bool(entries) and all(ending_of(Path(entry), token_arrays.ENDINGS) for entry in entries)
+
+
+def find_arrays(source: str, tokenizer, part: str, fraction: float) -> list[tuple[str, TokenArray]]:
+    """(name, array) of the files of a source; of 'train' and 'validation' the head and the tail of all their tokens.
+
+    They are cut where a document ends. Errors as in `local_files` and `TokenArray.find`.
+    """
+    files: tuple[SourceFile, ...] = local_files(source, token_arrays.ENDINGS)
+    arrays = [(file.name, TokenArray.find(file.path, tokenizer.vocab_size)) for file in files]
+    if checked(Part(part, fraction)).name == "all":
+        return arrays
+    return token_arrays.cut(arrays, tokenizer.end_of_text, part, fraction)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed preparations left behind; a live one writes far more often than once a day."""
+    for leftover in folder.glob(".*.tmp"):
+        try:
+            changed = max(item.stat().st_mtime for item in (leftover, *leftover.iterdir()))
+        except OSError:  # its owner has just finished
+            continue
+        if time.time() - changed > _LEFTOVER_SECONDS:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _key(parts: list, tokenizer) -> str:
+    return hashlib.sha256(json.dumps([FORMAT_VERSION, parts, tokenizer.fingerprint]).encode()).hexdigest()[:16]
