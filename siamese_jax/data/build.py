@@ -73,6 +73,7 @@ def build_store(
     reading: Reading | None = None,
     total: int = 0,
     unit: str = "B",
+    origin: dict | None = None,
 ) -> TokenStore:
     """Tokenises (source name, text) documents into a new store at path.
 
@@ -84,6 +85,7 @@ def build_store(
         workers: processes that tokenise; 1 = threads of this one, as many as the tokenizer takes.
         resume: whether an interrupted call may be made again with the same documents, to go on where it stopped.
         reading: of the documents, total and unit: of its places, for the time left.
+        origin: what meta.json tells of where the documents came from.
     """
     path = Path(path)
     if path.exists() and not (path.is_dir() and (is_store(path) or not any(path.iterdir()))):
@@ -93,13 +95,13 @@ def build_store(
         bar = Progress(path.name, progress, reading, total, unit)
         with bar.bar, Writer(folder, tokenizer) as writer:
             writer.take(_batches(documents), workers, bar)
-            writer.finish(path.name, reading.duplicates)
+            writer.finish(path.name, ({"duplicates": reading.duplicates}) | ({"origin": origin} if origin else {}))
         return _publish(folder, path)
 
 
 @contextlib.contextmanager
 def _folder_beside(path: Path, resume: bool) -> Iterator[Path]:
-    """A folder to write a store in, removed at the end unless its work can go on; errors of the disk in one line."""
+    """A folder to write a store in, removed at the end unless its work can go on; a full disk is one line."""
     folder = partial_of(path) if resume else path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=resume)
@@ -180,8 +182,8 @@ class Writer:
             self._files["journal.jsonl"].flush()
             bar.add(int(sizes.sum()))
 
-    def finish(self, name: str, duplicates: int) -> None:
-        """Completes the folder."""
+    def finish(self, name: str, extra: dict) -> None:
+        """Completes the folder; extra: more for meta.json."""
         if not sum(self._sizes):
             raise InputError(
                 f"the corpus for {name} is empty ({len(self._sizes)} documents, 0 bytes of text): give it text"
@@ -190,7 +192,6 @@ class Writer:
         self._digest.update(starts)
         np.save(self._folder / "documents.npy", starts)
         np.save(self._folder / "bytes.npy", np.array(self._sizes, "<i8"))
-        extra = {"duplicates": duplicates} if duplicates else {}
         write_meta(self._folder, self._tokenizer, starts, self._sizes, self._sources, self._digest, extra)
         for file in _UNFINISHED:
             (self._folder / file).unlink(missing_ok=True)
@@ -404,7 +405,12 @@ def write_meta(folder: Path, tokenizer, starts, sizes, sources: dict, digest, ex
         "num_bytes": int(sum(sizes)),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
-        "tokenizer": {"name": tokenizer.name, "spec": tokenizer.spec, "fingerprint": tokenizer.fingerprint},
+        "tokenizer": {
+            "name": tokenizer.name,
+            "spec": tokenizer.spec,
+            "end_of_text": tokenizer.wanted_end,
+            "fingerprint": tokenizer.fingerprint,
+        },
         "sources": [
             {"name": source, "first_document": first, "last_document": last}
             for source, (first, last) in sources.items()
@@ -417,7 +423,11 @@ def write_meta(folder: Path, tokenizer, starts, sizes, sources: dict, digest, ex
 
 
 def index_arrays(
-    arrays: Sequence[tuple[str, TokenArray]], tokenizer, path: str | Path, progress: bool = True
+    arrays: Sequence[tuple[str, TokenArray]],
+    tokenizer,
+    path: str | Path,
+    progress: bool = True,
+    origin: dict | None = None,
 ) -> TokenStore:
     """A store of (source name, array) that lie elsewhere: only where their documents start is written.
 
@@ -444,7 +454,7 @@ def index_arrays(
         digest.update(starts)
         np.save(folder / "documents.npy", starts)
         np.save(folder / "bytes.npy", np.array(sizes, "<i8"))
-        entries = {"arrays": [one.to_json() for _, one in arrays]}
+        entries = {"arrays": [one.to_json() for _, one in arrays]} | ({"origin": origin} if origin else {})
         write_meta(folder, tokenizer, starts, sizes, sources, digest, entries)
         (folder / "lock").unlink(missing_ok=True)
         return _publish(folder, path)
@@ -461,8 +471,8 @@ def _starts_of(tokens: np.ndarray, tokenizer, path: Path, digest, done: Callable
             wrong = highest if lowest >= 0 else lowest
             place = first + int(np.flatnonzero(block == wrong)[0])
             raise InputError(
-                f"{path} has the id {wrong} at token {place}, but {tokenizer.name} has {tokenizer.vocab_size}: name "
-                "the tokenizer that the array was made with"
+                f"{path} has the id {wrong} at token {place}, but {tokenizer.name} has {tokenizer.vocab_size}: "
+                "name the tokenizer that the array was made with"
             )
         found.append(first + 1 + np.flatnonzero(block == tokenizer.end_of_text))
         done(len(block))

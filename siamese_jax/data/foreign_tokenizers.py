@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece and tiktoken, for those who have them installed; see `tokenizer` for what they share."""
+"""Tokenizers of SentencePiece and tiktoken, where these are installed; see `tokenizer` for what all share."""
 
 import hashlib
 import importlib.util
@@ -24,7 +24,7 @@ class SentencePieceTokenizer:
 
         path = Path(path).expanduser()
         content = read_tokenizer_file(path)
-        self.name, self.spec, self._wanted_end = path.name, str(path), end_of_text
+        self.name, self.spec, self.wanted_end = path.name, str(path), end_of_text
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except Exception as error:  # the library raises bare RuntimeError
@@ -53,7 +53,7 @@ class SentencePieceTokenizer:
         return None
 
     def __reduce__(self):
-        return SentencePieceTokenizer, (self.spec, self._wanted_end)
+        return SentencePieceTokenizer, (self.spec, self.wanted_end)
 
 
 class TiktokenTokenizer:
@@ -65,7 +65,7 @@ class TiktokenTokenizer:
 
         encoding = spec.removeprefix("tiktoken:")
         self.name = self.spec = spec
-        self._wanted_end = end_of_text
+        self.wanted_end = end_of_text
         known = tiktoken.list_encoding_names()
         if encoding not in known:
             raise InputError(f"tiktoken has no encoding {encoding!r}: it has {', '.join(known)}")
@@ -102,7 +102,7 @@ class TiktokenTokenizer:
         return self._encoding.decode(kept)
 
     def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for, int32 [vocab_size]; 0 for the end of text and ids without a token."""
+        """UTF-8 bytes that each id stands for, int32 [vocab_size]; none the end of text and ids without a token."""
         return self._byte_lengths
 
     def _measure(self) -> np.ndarray:
@@ -115,7 +115,7 @@ class TiktokenTokenizer:
         return lengths
 
     def __reduce__(self):
-        return TiktokenTokenizer, (self.spec, self._wanted_end)
+        return TiktokenTokenizer, (self.spec, self.wanted_end)
 
 
 def _need(package: str, spec) -> None:

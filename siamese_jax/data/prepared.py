@@ -1,4 +1,4 @@
-"""The token store of a part of any source: prepared on purpose in a folder, or made at the first call and cached."""
+"""The token store of a part of any source: prepared in a folder before, or made when first asked for and cached."""
 
 import hashlib
 import json
@@ -126,7 +126,7 @@ def is_token_arrays(source: str) -> bool:
 
 
 def find_arrays(source: str, tokenizer, part: str, fraction: float) -> list[tuple[str, TokenArray]]:
-    """(name, array) of the files of a source; of 'train' and 'validation' the head and the tail of all their tokens.
+    """(name, array) of the files of a source; 'train' is the head and 'validation' the tail of all tokens.
 
     They are cut where a document ends. Errors as in `local_files` and `TokenArray.find`.
     """

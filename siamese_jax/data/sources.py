@@ -62,7 +62,7 @@ class Corpus:
     """Files in reading order and the part of their documents that is meant."""
 
     files: tuple[SourceFile, ...]
-    part: Part = Part()
+    part: Part
     unit = "B"  # what `size` and the place of a `Reading` count
 
     @property

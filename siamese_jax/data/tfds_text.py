@@ -18,7 +18,7 @@ class TfdsCorpus:
     name: str
     examples: Any
     version: str
-    part: Part = Part()
+    part: Part
     unit = "example"
 
     @property

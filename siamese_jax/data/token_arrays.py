@@ -147,7 +147,7 @@ def cut(
 
 
 def _end_of_document(tokens, wanted: int, end_of_text: int) -> int | None:
-    """The first place from `wanted` on, else the last before it, that follows an end of text and leaves both sides."""
+    """The first place from `wanted` on, else the last before it, that follows an end of text; neither 0 nor all."""
     total, step = len(tokens), 1 << 20
     for first in range(max(wanted - 1, 0), total - 1, step):
         found = np.flatnonzero(tokens[first : min(first + step, total - 1)] == end_of_text)

@@ -1,8 +1,8 @@
 """Text to token ids and back: plain bytes, or a tokenizer of the Hugging Face `tokenizers` library, SentencePiece
 or tiktoken.
 
-All classes have the attributes name, spec, vocab_size, end_of_text and fingerprint and the methods encode_batch,
-decode and byte_lengths, and can be sent to another process.
+All classes have the attributes name, spec, wanted_end, vocab_size, end_of_text and fingerprint and the methods
+encode_batch, decode and byte_lengths, and can be sent to another process.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
 
     name = spec = "bytes"
+    wanted_end = ""  # what was asked for as end of text
     vocab_size = 257
     end_of_text = 256
     fingerprint = hashlib.sha256(b"UTF-8 bytes, 256 = end of text").hexdigest()[:16]
@@ -52,7 +53,7 @@ class FileTokenizer:
         path = Path(path).expanduser()
         content = read_tokenizer_file(path)
         self.name, self.spec = path.name, str(path)
-        self._wanted_end = end_of_text
+        self.wanted_end = end_of_text
         self._tokenizer = _parse(content, path)
         # A file may ask to cut or pad every text to a length, and reads '<|endoftext|>' written out in a text
         # as the token itself. Neither is wanted of a corpus.
@@ -91,7 +92,7 @@ class FileTokenizer:
         return lengths
 
     def __reduce__(self):
-        return FileTokenizer, (self.spec, self._wanted_end)
+        return FileTokenizer, (self.spec, self.wanted_end)
 
 
 def make_tokenizer(spec: str, end_of_text: str = ""):

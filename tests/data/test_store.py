@@ -55,6 +55,7 @@ def test_layout_by_hand(tmp_path):
     assert store.meta["tokenizer"] == {
         "name": "bytes",
         "spec": "bytes",
+        "end_of_text": "",
         "fingerprint": ByteTokenizer.fingerprint,
     }
     arrays = store.tokens, store.document_starts, store.document_bytes

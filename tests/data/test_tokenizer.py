@@ -114,12 +114,12 @@ def test_no_end_of_text(tmp_path, refuses):
 
 def test_files_that_are_no_tokenizer(tmp_path, refuses):
     (tmp_path / "a.json").write_text('{"a": 1}')
-    (tmp_path / "b.model").write_bytes(b"\x0a\xff\0binary")
+    (tmp_path / "b.bpe").write_bytes(b"\x0a\xff\0binary")
     with refuses("missing.json", "does not exist", "'bytes'"):
         make_tokenizer(str(tmp_path / "missing.json"))
     with refuses(tmp_path, "folder", "tokenizer.json"):
         make_tokenizer(str(tmp_path))
-    for name in ("a.json", "b.model"):
+    for name in ("a.json", "b.bpe"):
         with refuses(name, "not a tokenizer file", "tokenizers"):
             make_tokenizer(str(tmp_path / name))
 

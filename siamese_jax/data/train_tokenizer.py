@@ -1,0 +1,42 @@
+"""Trains a byte-level BPE on a corpus, with the `tokenizers` library."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from siamese_jax.data.sources import Reading
+from siamese_jax.errors import FaultError, InputError
+
+END_OF_TEXT = "<|endoftext|>"
+LEAST = 257  # the bytes and the end of text
+
+
+def train_tokenizer(corpus, field: str, size: int, path: Path, say: Callable[[str], None]) -> None:
+    """Writes a tokenizer.json of at most `size` tokens, <|endoftext|> the first of them, whole or not at all.
+
+    Any text can be encoded: all bytes are tokens. Raises InputError for a size below these, FaultError where the
+    disk does not take the file.
+    """
+    if size < LEAST:
+        raise InputError(f"--train_tokenizer is {size}: the bytes and the end of text alone are {LEAST}")
+    say(f"training a tokenizer of {size:,} tokens")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=True,
+    )  # fmt: skip
+    tokenizer.train_from_iterator((text for _, text in corpus.documents(field, Reading())), trainer)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise FaultError(f"cannot write {path}: {error.strerror}: free space or choose another --out") from error
+    finally:
+        beside.unlink(missing_ok=True)
