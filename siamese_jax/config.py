@@ -14,6 +14,8 @@ import jax
 import ml_collections
 from ml_collections import config_dict
 
+from siamese_jax.data.mixture import parse_weights
+from siamese_jax.data.naming import parse_domains, source_names
 from siamese_jax.errors import InputError
 from siamese_jax.models.families import FAMILIES, check_model
 from siamese_jax.models.gaussian import MIN_STEPS, Process
@@ -41,15 +43,19 @@ def _option_placeholders() -> dict:
 
 
 _TEXT = {
-    "source": "sotu",  # or files, folders, globs by commas (.txt .jsonl[.gz|.zst] .parquet)
+    # A folder of prepared stores, tfds:NAME[:SPLIT], or files, folders, globs by commas (.txt .jsonl[.gz|.zst]
+    # .parquet, tokens in .npy or .bin).
+    "source": "sotu",
+    "weights": "",  # by commas, one for each source of the list: a mixture; '' = one after the other
     "validation_source": "",  # '' holds out a part of the source
     "validation_fraction": 0.05,
     "field": "text",  # of .jsonl and .parquet
-    "tokenizer": "bytes",  # or a Hugging Face `tokenizers` JSON file
+    "tokenizer": "bytes",  # or a Hugging Face `tokenizers` JSON file, a SentencePiece .model, tiktoken:ENCODING
     "end_of_text": "",  # token between documents; '' finds the usual ones
     "length": 256,  # tokens of a window
     "cross_documents": True,  # attention and positions run on across documents
     "cache_dir": "",  # of token stores; '' = ~/.cache/siamese_jax
+    "data_dir": "",  # of TFDS; '' = its usual place
 }
 _IMAGES = {
     "source": "quickstart",  # fashion_mnist or digits, what there is; or tfds:NAME, a folder, .npz
@@ -81,6 +87,7 @@ _GROUPS = {
         "eval": {
             **_EVERY,
             "max_windows": 0,  # of a validation during the run; 0 = all. At the end always all
+            "domains": "",  # validation sets NAME=SOURCE;NAME=SOURCE in place of the data's own
             "prompt": "",  # of the sample at the end; '' = none
             "sample_tokens": 200,
             "temperature": 0.8,
@@ -252,6 +259,10 @@ def check_config(config: ml_collections.ConfigDict) -> None:
         )
     if config.family == "diffusion":
         _check_sampling(config)
+    if config.family == "language":
+        parse_domains(config.eval.domains, "eval.domains")
+        if config.data.weights:
+            parse_weights(config.data.weights, list(source_names(config.data.source)))
     batch, parts = config.training.batch_size, config.training.accumulation
     if batch % parts:
         raise InputError(f"training.accumulation {parts} does not divide training.batch_size {batch}")

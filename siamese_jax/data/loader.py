@@ -24,8 +24,9 @@ class WindowLoader:
 
     Example number n = step * batch_size + row is window permute(n % num_windows) of epoch n // num_windows.
     rows: those of the batch that are read, int64 [B], all unless given: a process reads what its devices hold.
-    cross_documents: whether a token may see the documents before its own; False adds what masks them. Raises
-    InputError for a store shorter than one window.
+    cross_documents: whether a token may see the documents before its own; False adds what masks them.
+    stream: more numbers that the order depends on, to tell several loaders of a seed apart. Raises InputError for a
+    store shorter than one window.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class WindowLoader:
         shuffle: bool = True,
         cross_documents: bool = True,
         rows: np.ndarray | None = None,
+        stream: tuple[int, ...] = (),
     ):
         _check_batch_size(batch_size)
         self.rows = np.arange(batch_size, dtype=np.int64) if rows is None else rows
@@ -49,6 +51,12 @@ class WindowLoader:
         self.store, self.length, self.batch_size = store, length, batch_size
         self.seed, self.shuffle, self.cross_documents = seed, shuffle, cross_documents
         self.num_windows = store.num_tokens // length
+        self._stream = stream
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data."""
+        return self.store.fingerprint
 
     @property
     def batches_per_epoch(self) -> int:
@@ -61,12 +69,14 @@ class WindowLoader:
 
     def windows_of(self, step: int) -> np.ndarray:
         """The windows of the rows that are read of a batch: int64 [B]."""
-        examples = step * self.batch_size + self.rows
+        return self._windows(step * self.batch_size + self.rows)
+
+    def _windows(self, examples: np.ndarray) -> np.ndarray:
         epochs, windows = np.divmod(examples, self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch
-                windows[here] = permute(windows[here], self.num_windows, (self.seed, epoch))
+                windows[here] = permute(windows[here], self.num_windows, (self.seed, epoch, *self._stream))
         return windows
 
     def batch(self, step: int) -> dict[str, np.ndarray]:
@@ -76,11 +86,19 @@ class WindowLoader:
         the window, and positions int32 [B, L], which restart at 0 in each. The input in front of a document's
         first token is the end of text before it and belongs to the document it opens.
         """
-        windows = self.windows_of(step)
+        return self.read(step * self.batch_size + self.rows)
+
+    def read(self, examples: np.ndarray) -> dict[str, np.ndarray]:
+        """The same for examples by number, int64 [B]."""
+        windows = self._windows(examples)
         batch = _read_windows(self.store, windows, self.length)
         if self.cross_documents:
             return batch
         return batch | _segments(_documents(self.store, windows, batch["weights"]))
+
+    def tokens_by_source(self, steps: int) -> dict[str, int]:
+        """Nothing: there is one source."""
+        return {}
 
 
 def evaluation_batches(

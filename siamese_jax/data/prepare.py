@@ -2,7 +2,7 @@
 
     python -m siamese_jax.data.prepare --source=sotu --out=stores/sotu
     python -m siamese_jax.data.prepare --source=sotu --train_tokenizer=4096 --out=stores/sotu_bpe --inspect
-    python -m siamese_jax.data.prepare --source='web/*.jsonl.gz' --tokenizer=neox.json --deduplicate --out=stores/web
+    python -m siamese_jax.data.prepare --source='web/*.jsonl.gz' --tokenizer=neox.json --deduplicate --out=web
     python -m siamese_jax.data.prepare --source=tfds:c4/en --tokenizer=neox.json --out=stores/c4
     python -m siamese_jax.data.prepare --source='olmo/*.npy' --tokenizer=neox.json --out=stores/olmo
     python -m siamese_jax.data.prepare --out=stores/web --inspect

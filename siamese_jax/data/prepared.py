@@ -6,11 +6,13 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from siamese_jax.data import token_arrays
 from siamese_jax.data.build import build_store, index_arrays
 from siamese_jax.data.formats import ENDINGS, ending_of
+from siamese_jax.data.naming import source_names
 from siamese_jax.data.sources import Part, Reading, SourceFile, checked, find_corpus, is_tfds, local_files
 from siamese_jax.data.store import FORMAT_VERSION, TokenStore, is_store, partial_of
 from siamese_jax.data.token_arrays import TokenArray
@@ -70,6 +72,35 @@ def prepare_store(
         corpus.documents(field, reading), tokenizer, path, progress, reading=reading, total=corpus.size,
         unit=corpus.unit,
     )  # fmt: skip
+
+
+def open_sources(data, split: str, tokenizer, progress: bool = True) -> dict[str, TokenStore]:
+    """{name: store} of a split of a configuration's data; one named '' unless data.weights mixes several sources.
+
+    data: the group `data` of a configuration. Where there is a data.validation_source, it is all of 'validation'.
+    Errors as in `prepare_store`.
+    """
+    mixed = data.weights and not (split == "validation" and data.validation_source)
+    sources = source_names(data.source) if mixed else {"": data.source}
+    return {
+        name: prepare_store(
+            source, split, tokenizer=tokenizer, field=data.field, cache_dir=data.cache_dir,
+            validation_source=data.validation_source, validation_fraction=data.validation_fraction,
+            data_dir=data.data_dir, progress=progress,
+        )
+        for name, source in sources.items()
+    }  # fmt: skip
+
+
+def open_domains(domains: Mapping[str, str], data, tokenizer, progress: bool = True) -> dict[str, TokenStore]:
+    """{name: store} of validation sets, {name: source}: each read whole, or its own part for validation."""
+    return {
+        name: prepare_store(
+            source, own_part(source), tokenizer=tokenizer, field=data.field, cache_dir=data.cache_dir,
+            data_dir=data.data_dir, progress=progress,
+        )
+        for name, source in domains.items()
+    }  # fmt: skip
 
 
 def own_part(source: str) -> str:

@@ -4,9 +4,10 @@ Legend: B batch, L length, P pieces (the targets of one document in one window),
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -61,6 +62,11 @@ class Sums:
         means = np.bincount(of_piece, pieces.nats) / np.bincount(of_piece, pieces.tokens)
         np.add.at(self.instance_means, instances % num_groups, means)
         np.add.at(self.instances, instances % num_groups, 1)
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both added up, group by group."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return Sums(*(getattr(self, name) + getattr(other, name) for name in fields))
 
     def report(self, group: int) -> dict[str, float]:
         """The figures of a group: loss in nats a token; both perplexities; bits per byte of text."""
@@ -140,6 +146,15 @@ class Evaluator:
 
         num_windows: only the first so many; 0 = as the evaluator was made.
         """
+        by_source, whole = self.sums(params, progress, num_windows)
+        names = list(self.store.sources)
+        seen = np.flatnonzero(by_source.tokens).tolist()
+        return {"total": whole.report(0), "sources": {names[i]: by_source.report(i) for i in seen}}
+
+    def sums(
+        self, params, progress: Callable[[int], None] | None = None, num_windows: int = 0
+    ) -> tuple[Sums, Sums]:
+        """(sums of each source, of all of them), the arguments as for a call."""
         num_windows = num_windows or self.num_windows
         names = list(self.store.sources)
         by_source, whole = Sums.zeros(len(names)), Sums.zeros(1)
@@ -152,8 +167,7 @@ class Evaluator:
             whole.add(np.zeros_like(source_P), pieces, text_bytes_P)
             if progress:
                 progress(min(number * self.batch_size, num_windows))
-        seen = np.flatnonzero(by_source.tokens).tolist()
-        return {"total": whole.report(0), "sources": {names[i]: by_source.report(i) for i in seen}}
+        return by_source, whole
 
     def _scored(self, params, num_windows: int) -> Iterator[tuple[Batch, np.ndarray]]:
         """(batch, nats [B, L]), fetched when the device works on the next batch already."""
@@ -173,6 +187,48 @@ class Evaluator:
             for name, rows in batch.items()
             if name not in ("window", "document", "weights")
         }
+
+
+class DomainsEvaluator:
+    """Evaluates parameters on several named stores, each by itself, with one compiled program.
+
+    stores: {name: store}; options as of `Evaluator`, max_windows counted for each store.
+    """
+
+    def __init__(self, model: LanguageModel, stores: Mapping[str, TokenStore], mesh: Mesh, **options):
+        score = make_scorer(model, mesh)
+        self.evaluators = {
+            name: Evaluator(model, store, mesh, score=score, **options) for name, store in stores.items()
+        }
+
+    def num_windows(self, whole: bool = False) -> int:
+        """Windows of a pass; whole: over all that there is, whatever max_windows."""
+        return sum(
+            num_evaluation_windows(one.store, one.length) if whole else one.num_windows
+            for one in self.evaluators.values()
+        )
+
+    def __call__(self, params, progress: Callable[[int], None] | None = None, whole: bool = False) -> dict:
+        """{'total': figures of all tokens, 'mean': of the domains, 'domains': {name: figures}}.
+
+        The mean of perplexities is that of the domains' perplexities, as papers average them. progress is told the
+        windows done, batch by batch.
+        """
+        total, domains, before = Sums.zeros(1), {}, 0
+        for name, one in self.evaluators.items():
+            windows = num_evaluation_windows(one.store, one.length) if whole else one.num_windows
+            reached = functools.partial(_from, progress, before) if progress else None
+            _, own = one.sums(params, reached, windows)
+            domains[name], total, before = own.report(0), total.plus(own), before + windows
+        mean = {name: float(np.mean([figures[name] for figures in domains.values()])) for name in MEANS}
+        return {"total": total.report(0), "mean": mean, "domains": domains}
+
+
+MEANS = ("loss", "bits_per_byte", "perplexity", "perplexity_by_instance")
+
+
+def _from(progress: Callable[[int], None], before: int, done: int) -> None:
+    progress(before + done)
 
 
 def _pieces(nats_BL: np.ndarray, batch: Batch) -> Pieces:
@@ -197,13 +253,17 @@ def _text_bytes(store: TokenStore, pieces: Pieces) -> np.ndarray:
 
 
 def format_table(result: dict) -> str:
-    """The figures as a table, the total last."""
-    head = ("source", "tokens", "bits/byte", "loss", "perplexity", "by instance")
-    rows = [*result["sources"].items(), ("total", result["total"])]
+    """The figures as a table, the total last; of several domains the mean before it."""
+    kind = "domain" if "domains" in result else "source"
+    head = (kind, "tokens", "bits/byte", "loss", "perplexity", "by instance")
+    rows = [*result[f"{kind}s"].items(), ("total", result["total"])]
+    if "mean" in result:
+        rows.insert(-1, ("mean", result["mean"]))
     width = max(len(name) for name, _ in [(head[0], None), *rows])
     lines = ["  ".join([head[0].ljust(width), f"{head[1]:>15}", *(f"{name:>11}" for name in head[2:])])]
     for name, r in rows:
-        cells = (f"{r['tokens']:>15,}", f"{r['bits_per_byte']:>11.4f}", f"{r['loss']:>11.4f}",
+        tokens = f"{r['tokens']:,}" if "tokens" in r else ""
+        cells = (f"{tokens:>15}", f"{r['bits_per_byte']:>11.4f}", f"{r['loss']:>11.4f}",
                  f"{r['perplexity']:>11.4g}", f"{r['perplexity_by_instance']:>11.4g}")  # fmt: skip
         lines.append("  ".join([name.ljust(width), *cells]))
     return "\n".join(lines)

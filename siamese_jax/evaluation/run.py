@@ -18,11 +18,12 @@ from tqdm import tqdm
 from siamese_jax.checkpoint import Checkpoints, available_steps, first_process_first
 from siamese_jax.config import model_config
 from siamese_jax.data.loader import check_vocabulary
-from siamese_jax.data.prepared import prepare_store
+from siamese_jax.data.naming import parse_domains
+from siamese_jax.data.prepared import open_domains, open_sources, own_part, prepare_store
 from siamese_jax.data.store import TokenStore
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.errors import InputError
-from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.evaluation.perplexity import DomainsEvaluator, Evaluator
 from siamese_jax.layers.attention import NEEDS
 from siamese_jax.layers.platform import target_platform
 from siamese_jax.models.families import make_model, parameter_shapes
@@ -121,11 +122,29 @@ def open_store(
         data.source if source is None else source, split, tokenizer=run.tokenizer, field=field or data.field,
         cache_dir=data.cache_dir if cache_dir is None else cache_dir,
         validation_source=data.validation_source if source is None else "",
-        validation_fraction=data.validation_fraction,
+        validation_fraction=data.validation_fraction, data_dir=data.data_dir,
     )  # fmt: skip
-    store = first_process_first(prepare)
-    check_vocabulary(store, run.config.model.vocab_size)
-    return store
+    return _checked(run, {"": first_process_first(prepare)})[""]
+
+
+def open_stores(
+    run: OpenRun, split: str, domains: str = "", cache_dir: str | None = None, field: str | None = None
+) -> dict[str, TokenStore]:
+    """{name: store} of validation sets NAME=SOURCE;NAME=SOURCE, or of a split of the run's own data without any."""
+    data = run.config.data.copy_and_resolve_references()
+    data.update({"cache_dir": data.cache_dir if cache_dir is None else cache_dir, "field": field or data.field})
+    named = parse_domains(domains, "--domains")
+    if not named and split == "validation":
+        named = parse_domains(run.config.eval.domains, "eval.domains")
+    if named:
+        return _checked(run, first_process_first(lambda: open_domains(named, data, run.tokenizer)))
+    return _checked(run, first_process_first(lambda: open_sources(data, split, run.tokenizer)))
+
+
+def _checked(run: OpenRun, stores: dict[str, TokenStore]) -> dict[str, TokenStore]:
+    for store in stores.values():
+        check_vocabulary(store, run.config.model.vocab_size)
+    return stores
 
 
 @contextlib.contextmanager
@@ -155,6 +174,7 @@ def evaluate_language(
     average: bool = True,
     split: str | None = None,
     sources: Sequence[str] = (),
+    domains: str = "",
     batch_size: int | None = None,
     max_windows: int = 0,
     cache_dir: str | None = None,
@@ -168,28 +188,40 @@ def evaluate_language(
         average: whether the running average is taken where the run keeps one.
         split: None = 'validation' of the run's own data, 'all' of given sources.
         sources: files, folders, globs, lists of these by commas; none = the run's own data.
+        domains: validation sets NAME=SOURCE;NAME=SOURCE, each evaluated by itself.
         batch_size, cache_dir, field: None = that of the run.
         max_windows: only the first so many (0 = all).
     """
     for name, value, least in (("batch_size", batch_size, 1), ("max_windows", max_windows, 0)):
         if value is not None and value < least:
             raise InputError(f"{name} is {value}: it must be at least {least}")
+    if domains and (sources or split):
+        raise InputError("domains name what is evaluated: leave --data.source and --split out")
     source = ",".join(sources) if sources else None
-    split = split or ("all" if sources else "validation")
-    store = open_store(run, split, source, cache_dir, field)
-    evaluator = Evaluator(
-        run.model, store, run.mesh, length=run.config.data.length,
-        batch_size=run.config.eval.batch_size if batch_size is None else batch_size,
-        cross_documents=run.config.data.cross_documents, max_windows=max_windows,
-    )  # fmt: skip
+    split = split or (own_part(source) if sources else "validation")
+    options = {
+        "length": run.config.data.length, "cross_documents": run.config.data.cross_documents,
+        "batch_size": run.config.eval.batch_size if batch_size is None else batch_size, "max_windows": max_windows,
+    }  # fmt: skip
+    if source is None:
+        stores = open_stores(run, split, domains, cache_dir, field)
+    else:
+        stores = {"": open_store(run, split, source, cache_dir, field)}
+    if len(stores) > 1 or domains:
+        evaluator = DomainsEvaluator(run.model, stores, run.mesh, **options)
+        num_windows = evaluator.num_windows()
+    else:
+        (store,) = stores.values()
+        evaluator = Evaluator(run.model, store, run.mesh, **options)
+        num_windows = evaluator.num_windows
     weights = restore_weights(run, step, say, average)
-    with progress_bar(evaluator.num_windows, "window") as progress:
+    with progress_bar(num_windows, "window") as progress:
         figures = evaluator(weights.params, progress)
     return {
         **told(run, weights),
-        "source": run.config.data.source if source is None else source,
+        "source": domains or (run.config.data.source if source is None else source),
         "split": split,
         "length": run.config.data.length,
-        "windows": evaluator.num_windows,
+        "windows": num_windows,
         **figures,
     }

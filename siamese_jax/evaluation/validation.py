@@ -13,42 +13,48 @@ from siamese_jax.errors import InputError
 from siamese_jax.evaluation.classification import ClassificationEvaluator, names_of
 from siamese_jax.evaluation.diffusion import NoiseEvaluator, Sampler
 from siamese_jax.evaluation.generation import sample
-from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.evaluation.perplexity import DomainsEvaluator
 from siamese_jax.evaluation.pictures import check_grid, confusion_matrix, sample_grid
 
 Progress = Callable[[int], None]
 
 
 class LanguageValidation:
-    """Loss, bits per byte and perplexity; at the end a sampled text."""
+    """Loss, bits per byte and perplexity, of several sets each by itself too; at the end a sampled text."""
 
     unit = "window"
 
     def __init__(self, parts: Any):
         self.parts, config = parts, parts.config
-        self.evaluator = Evaluator(
+        self.evaluator = DomainsEvaluator(
             parts.model, parts.data.validation, parts.mesh, length=config.data.length,
             batch_size=config.eval.batch_size, cross_documents=config.data.cross_documents,
             max_windows=config.eval.max_windows,
         )  # fmt: skip
-        self.size = -(-parts.data.validation.num_tokens // config.data.length)
+        self.size = self.evaluator.num_windows(whole=True)
 
     def figures(self, params, progress: Progress) -> dict[str, float]:
         """The metrics of a validation during the run."""
-        total = self.evaluator(params, progress)["total"]
-        return {name: total[name] for name in ("loss", "bits_per_byte", "perplexity")}
+        found, names = self.evaluator(params, progress), ("loss", "bits_per_byte", "perplexity")
+        metrics = {name: found["total"][name] for name in names}
+        if len(found["domains"]) > 1:
+            metrics |= {
+                f"{name}/{domain}": figures[name] for domain, figures in found["domains"].items() for name in names
+            }
+        return metrics
 
     def finish(self, params, workdir: str, progress: Progress) -> dict:
         """The whole validation set, and what the model puts after eval.prompt."""
         config, parts = self.parts.config, self.parts
-        total, text = self.evaluator(params, progress, self.size)["total"], ""
+        found, text = self.evaluator(params, progress, whole=True), ""
+        several = {name: found[name] for name in ("domains", "mean")} if len(found["domains"]) > 1 else {}
         if config.eval.prompt:
             with jax.set_mesh(parts.mesh):
                 text = sample(
                     parts.model, params, parts.data.tokenizer, config.eval.prompt, length=config.data.length,
                     num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
                 )  # fmt: skip
-        return {"validation": total, "prompt": config.eval.prompt, "sample": text}
+        return {"validation": found["total"], **several, "prompt": config.eval.prompt, "sample": text}
 
 
 class VisionValidation:

@@ -3,12 +3,16 @@
 Legend: B windows, L length.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from siamese_jax.checkpoint import first_process_first
 from siamese_jax.data.loader import WindowLoader, check_vocabulary
-from siamese_jax.data.prepared import prepare_store
+from siamese_jax.data.mixture import MixtureLoader, parse_weights
+from siamese_jax.data.naming import parse_domains
+from siamese_jax.data.prepared import open_domains, open_sources
 from siamese_jax.data.store import TokenStore
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.models.families import parameter_shapes
@@ -48,21 +52,32 @@ class LanguageTask(Task):
         return token_flops(model, config.data.length)
 
     def open_data(self, config, model, rows):
-        tokenizer, (train, validation) = open_stores(config)
-        loader = WindowLoader(
-            train, config.data.length, config.training.batch_size, seed=config.seed,
-            cross_documents=config.data.cross_documents, rows=rows,
-        )  # fmt: skip
-        return Data(loader, train, validation, train.fingerprint, tokenizer)
+        tokenizer, train, validation = open_stores(config)
+        options = {"seed": config.seed, "cross_documents": config.data.cross_documents, "rows": rows}
+        shape = config.data.length, config.training.batch_size
+        if config.data.weights:
+            loader = MixtureLoader(train, parse_weights(config.data.weights, list(train)), *shape, **options)
+        else:
+            loader = WindowLoader(train[""], *shape, **options)
+        return Data(loader, train, validation, loader.fingerprint, tokenizer)
 
     def describe(self, config, data):
         tokens = config.training.batch_size * config.data.length
         total = tokens * config.training.steps
-        return (
-            f"data: {data.train.num_tokens:,} training and {data.validation.num_tokens:,} validation tokens; "
-            f"an update takes {tokens:,}, the run {format_count(total)} "
-            f"({total / data.train.num_tokens:.2f} epochs)"
+        train, validation = (
+            sum(store.num_tokens for store in stores.values()) for stores in (data.train, data.validation)
         )
+        line = (
+            f"data: {train:,} training and {validation:,} validation tokens; an update takes {tokens:,}, the run "
+            f"{format_count(total)} ({total / train:.2f} epochs)"
+        )
+        for name, taken in data.loader.tokens_by_source(config.training.steps).items():
+            there = data.train[name].num_tokens
+            line += (
+                f"\n  {name}: {taken / total:.2%} of the run, {format_count(taken)} tokens of "
+                f"{format_count(there)} ({taken / there:.2f} epochs)"
+            )
+        return line
 
     def random_batch(self, config, model):
         """Random tokens; where documents are kept apart, each window is one document."""
@@ -89,24 +104,20 @@ def language_loss(model: LanguageModel, z_loss: float) -> Loss:
     return loss
 
 
-def open_stores(config, split_names=("train", "validation")) -> tuple[object, list[TokenStore]]:
-    """(tokenizer, stores of the splits) of a configuration's data."""
+def open_stores(config) -> tuple[Any, dict[str, TokenStore], dict[str, TokenStore]]:
+    """(tokenizer, stores to train on by name, stores to validate on by name) of a configuration."""
     data = config.data
     tokenizer = make_tokenizer(data.tokenizer, data.end_of_text)
+    domains = parse_domains(config.eval.domains, "eval.domains")
 
-    def prepare() -> list[TokenStore]:
-        return [
-            prepare_store(
-                data.source, split, tokenizer=tokenizer, field=data.field, cache_dir=data.cache_dir,
-                validation_source=data.validation_source, validation_fraction=data.validation_fraction,
-            )
-            for split in split_names
-        ]  # fmt: skip
+    def prepare() -> tuple[dict, dict]:
+        train = open_sources(data, "train", tokenizer)
+        return train, open_domains(domains, data, tokenizer) or open_sources(data, "validation", tokenizer)
 
-    stores = first_process_first(prepare)
-    for store in stores:
+    train, validation = first_process_first(prepare)
+    for store in (*train.values(), *validation.values()):
         check_vocabulary(store, config.model.vocab_size)
-    return tokenizer, stores
+    return tokenizer, train, validation
 
 
 def count_matrix_parameters(model: LanguageConfig, shapes) -> int:

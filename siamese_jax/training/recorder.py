@@ -34,6 +34,7 @@ class Recorder:
             parts.units_per_step, self.steps, parts.flops_per_unit, peak and peak * parts.mesh.size,
             unit=parts.task.unit,
         )  # fmt: skip
+        self.by_source = getattr(parts.data.loader, "tokens_by_source", lambda steps: {})
         self.units_per_step, self.units = parts.units_per_step, f"{parts.task.unit}s"
         is_main = jax.process_index() == 0
         self.writer = MetricWriter(workdir, start) if is_main else None
@@ -62,7 +63,8 @@ class Recorder:
         host = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.speed.tick(step)
         finite = all(math.isfinite(value) for value in host.values())
-        line = {self.units: step * self.units_per_step, **host, **self.speed.summary(), **(extra or {})}
+        taken = {f"tokens/{name}": count for name, count in self.by_source(step).items()}
+        line = {self.units: step * self.units_per_step, **taken, **host, **self.speed.summary(), **(extra or {})}
         if extra is None and finite:
             self.owed = line
         elif step % self.every == 0 or step in (1, self.steps) or extra or not finite:

@@ -22,8 +22,9 @@ Loss = Callable[[Any, Batch, jax.Array], tuple[jax.Array, jax.Array]]
 class Data:
     """The data of a run, opened and checked.
 
-    loader: has `batch(step)` of the rows that this process holds, and `rows`. train, validation: stores or sets of
-    images. fingerprint: of what is trained on. tokenizer: None where there is no text.
+    loader: has `batch(step)` of the rows that this process holds, and `rows`. train, validation: sets of
+    images, or stores by name ('' where there is only one). fingerprint: of what is trained on. tokenizer: None
+    where there is no text.
     """
 
     loader: Any

@@ -14,7 +14,7 @@ from siamese_jax.checkpoint import Checkpoints, read_about
 from siamese_jax.data.loader import WindowLoader
 from siamese_jax.errors import FaultError
 from siamese_jax.evaluation import validation
-from siamese_jax.evaluation.perplexity import Evaluator
+from siamese_jax.evaluation.perplexity import DomainsEvaluator
 from siamese_jax.models.initialize import parameter_shapes
 from siamese_jax.training.loop import build, train
 
@@ -45,9 +45,9 @@ def surroundings(place, monkeypatch):
 def run(place, tmp_path, monkeypatch):
     """Trains in this process; returns the summary. `run.said` holds the lines, `run.workdir` is the folder."""
 
-    def go(evaluator=Evaluator):
+    def go(evaluator=DomainsEvaluator):
         config = place.read_config("eval.prompt=abc", "eval.sample_tokens=5")
-        monkeypatch.setattr(validation, "Evaluator", evaluator)
+        monkeypatch.setattr(validation, "DomainsEvaluator", evaluator)
         return train(config, str(go.workdir), make_validation=validation.make_validation, say=go.said.append)
 
     go.workdir, go.said = tmp_path / "run", []
@@ -55,12 +55,12 @@ def run(place, tmp_path, monkeypatch):
 
 
 def interrupted_after(step: int, number: int):
-    """An Evaluator whose pass at the given call sends this process a signal after its first batch."""
+    """An evaluator whose pass at the given call sends this process a signal after its first batch."""
 
-    class Interrupted(Evaluator):
+    class Interrupted(DomainsEvaluator):
         calls = 0
 
-        def __call__(self, params, progress=None, num_windows=0):
+        def __call__(self, params, progress=None, whole=False):
             Interrupted.calls += 1
 
             def interrupt(done):
@@ -70,7 +70,7 @@ def interrupted_after(step: int, number: int):
                 progress(done)
 
             interrupt.sent = False
-            return super().__call__(params, interrupt, num_windows)
+            return super().__call__(params, interrupt, whole)
 
     return Interrupted
 
