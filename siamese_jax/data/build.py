@@ -115,8 +115,8 @@ def _folder_beside(path: Path, resume: bool) -> Iterator[Path]:
                 yield folder
             except BaseException:
                 journal = folder / "journal.jsonl"
-                if not (resume and journal.is_file() and journal.stat().st_size):
-                    shutil.rmtree(folder, ignore_errors=True)
+                if not (resume and journal.is_file() and journal.read_bytes().count(b"\n") > 1):
+                    shutil.rmtree(folder, ignore_errors=True)  # not a single batch is done
                 raise
     except OSError as error:
         raise FaultError(
