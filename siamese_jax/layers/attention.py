@@ -1,9 +1,12 @@
 """Multi-head attention with grouped queries, rotary positions and norms on q, k, v and the context.
 
+By option with a cache of keys and values, for text that is made token by token.
+
 Legend: B batch, L length, S length of keys, D width, H query heads, J key/value heads, G = H / J query heads
 of one key/value head, K head dim. Query head j * G + g reads key/value head j.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -75,6 +78,11 @@ def _merged(q_BLJGK: Array, k_BSJK: Array, v_BSJK: Array, mask: Array | None) ->
     return jnp.einsum("bjglk->bljgk", context)
 
 
+def _plain_form(platform: str) -> str:
+    # Merged batch and head axes cannot both be split.
+    return "merged" if platform == "cpu" and mesh_axis_size("tensor") == 1 else "grouped"
+
+
 def choose_implementation(wanted: str, platform: str, dtype, length: int, head_dim: int, masked: bool) -> str:
     """'merged', 'grouped', 'cudnn' or 'splash' for this platform, type and shape; the choice is logged once."""
     fits_cudnn = platform == "gpu" and jnp.dtype(dtype).itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128
@@ -85,8 +93,7 @@ def choose_implementation(wanted: str, platform: str, dtype, length: int, head_d
     ):
         choice = "splash"
     else:
-        # Merged batch and head axes cannot both be split.
-        choice = "merged" if platform == "cpu" and mesh_axis_size("tensor") == 1 else "grouped"
+        choice = _plain_form(platform)
     if choice not in _logged:
         _logged.add(choice)
         logging.getLogger("siamese_jax").debug(
@@ -129,6 +136,18 @@ def dot_product_attention(
     return _named(constrain(context, "batch", None, "heads"), "context")
 
 
+def cached_attention(q_BLJGK: Array, k_BSJK: Array, v_BSJK: Array, starts_B: Array) -> Array:
+    """Attention of a few new positions over cached ones -> [B, L, J, G, K].
+
+    The new positions of row b are starts[b], starts[b] + 1, ...: their own keys and values are in the cache, and
+    what lies behind them there is not read.
+    """
+    last_BL = starts_B[:, None] + jnp.arange(q_BLJGK.shape[1])
+    mask_BLS = jnp.arange(k_BSJK.shape[1]) <= last_BL[..., None]
+    form = _merged if _plain_form(target_platform()) == "merged" else _grouped
+    return constrain(form(q_BLJGK, k_BSJK, v_BSJK, mask_BLS), "batch", None, "heads")
+
+
 def _named(x: Array, name: str) -> Array:
     """x [B, L, heads...] under a name for rematerialisation; flat, or a TPU copies the stack of all layers."""
     return checkpoint_name(x.reshape(*x.shape[:2], -1), name).reshape(x.shape)
@@ -141,6 +160,9 @@ class Attention(nn.Module):
     value: one product instead of three, and axis J can be sharded without moving data. A norm place is
     'none', 'head' (a gain [K] shared by the heads) or 'full' (a gain over all heads of q, k, v or the
     context). Norms come before the rotation.
+
+    Where a collection `cache` is given, with `keys` and `values` [B, S, J, K] of the compute type, both are written
+    there, after norm and rotation: see `__call__`.
     """
 
     num_heads: int
@@ -165,9 +187,26 @@ class Attention(nn.Module):
         flat = x.reshape(*x.shape[:2], -1)
         return self.norm(name=name)(flat).reshape(x.shape)
 
+    def _remember(self, name: str, x_BLJK: Array, starts_B: Array | None) -> Array:
+        """The cached array, with x written to it from each row's start on."""
+        whole = self.get_variable("cache", name)
+        if starts_B is None:
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, x_BLJK, 0, axis=1)
+        else:
+            write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+            whole = jax.vmap(write)(whole, x_BLJK, starts_B)
+        whole = constrain(whole, "batch", None, "heads")
+        self.put_variable("cache", name, whole)
+        return whole
+
     @nn.compact
-    def __call__(self, x_BLD, rotary=None, segments_BL=None):
-        """rotary: (sin, cos) tables [L, K] or [B, L, K]; segments: document numbers, None = one document."""
+    def __call__(self, x_BLD, rotary=None, segments_BL=None, starts_B=None):
+        """rotary: (sin, cos) tables [L, K] or [B, L, K]; segments: document numbers, None = one document.
+
+        starts: only with a cache, the position of each row's first token: it and those after it see what the cache
+        holds of the positions before, which must be one document. None: x is what the cache is filled with from
+        its front, and all that x sees.
+        """
         groups = self.num_heads // self.num_kv_heads
         features = (self.num_kv_heads, groups + 2, self.head_dim)
         qkv = Dense(features, self.use_bias, self.dtype, name="qkv")(x_BLD)
@@ -178,9 +217,14 @@ class Attention(nn.Module):
         v = self._normalise(self.value_norm, "value_norm", v)
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        context = dot_product_attention(
-            q, k, v, causal=self.causal, segments_BL=segments_BL, implementation=self.implementation
-        )
+        if self.has_variable("cache", "keys"):
+            cached = self._remember("keys", k, starts_B), self._remember("values", v, starts_B)
+        if starts_B is None:
+            context = dot_product_attention(
+                q, k, v, causal=self.causal, segments_BL=segments_BL, implementation=self.implementation
+            )
+        else:
+            context = cached_attention(q, *cached, starts_B)
         context = self._normalise(self.context_norm, "context_norm", context)
         context = context.reshape(*x_BLD.shape[:-1], self.num_heads * self.head_dim)
         out = Dense(x_BLD.shape[-1], self.use_bias, self.dtype, name="out")(context)

@@ -92,17 +92,20 @@ class LanguageModel(TransformerModel):
             self.head = Head(config.padded_vocab, config.width)
         self.make_stack(config.stack(causal=True))
 
-    def hidden(self, tokens_BL, *, positions_BL=None, segments_BL=None, rotary=None, watch=None):
+    def hidden(self, tokens_BL, *, positions_BL=None, segments_BL=None, rotary=None, starts_B=None, watch=None):
         """(normed output [B, L, D] in the compute type, what `watch` saw of the streams leaving each layer).
 
         positions: 0, 1, ... unless given (they restart in packed documents); segments: document numbers,
         across which nothing attends; rotary: (sin, cos) tables to use in place of computed ones;
+        starts: position of each row's first token, where a cache holds those before it (see Attention);
         watch: {stream name: [B, L, D]} -> arrays, stacked over layers in the result.
         """
         if rotary is None:
             positions = jnp.arange(tokens_BL.shape[1]) if positions_BL is None else positions_BL
+            if starts_B is not None:
+                positions = starts_B[:, None] + positions
             rotary = rotary_tables(positions, self.config.key_dim, self.config.rope_theta)
-        return self.through_layers(self.embedding(tokens_BL), Context((rotary, segments_BL)), watch)
+        return self.through_layers(self.embedding(tokens_BL), Context((rotary, segments_BL, starts_B)), watch)
 
     def kernel_DV(self) -> jax.Array:
         """The output kernel: the head's own, or the transposed embedding table."""
@@ -115,6 +118,12 @@ class LanguageModel(TransformerModel):
             hidden_BLD, self.kernel_DV(), targets_BL,
             vocab_size=self.config.vocab_size, slice_length=self.config.loss_slice,
         )  # fmt: skip
+
+    def next_logits(self, tokens_BL, last_B, **options):
+        """Logits [B, V] of the token after number last[b] of row b; options as for `hidden`."""
+        hidden_BLD, _ = self.hidden(tokens_BL, **options)
+        read_B1D = jnp.take_along_axis(hidden_BLD, last_B[:, None, None], axis=1)
+        return logits_of(read_B1D, self.kernel_DV(), self.config.vocab_size)[:, 0]
 
     def __call__(self, tokens_BL, **options):
         hidden_BLD, _ = self.hidden(tokens_BL, **options)

@@ -146,7 +146,7 @@ class Stack(nn.Module):
             if self.scan:
                 scanned = nn.scan(
                     layer_class,
-                    variable_axes={"params": 0},
+                    variable_axes={"params": 0, "cache": 0},
                     split_rngs={"params": True},
                     in_axes=(0, nn.broadcast),
                     length=count,
