@@ -21,7 +21,7 @@ def _constrained(leaf: jax.Array) -> jax.Array:
 
 
 def empty_cache(config: LanguageConfig, num_rows: int, length: int) -> Cache:
-    """The collection `cache` for so many rows and positions: keys and values of the compute type under every layer."""
+    """A collection `cache` for so many rows and positions: keys and values of every layer, of the compute type."""
 
     def layers(*stacked: int) -> dict:
         shape = (*stacked, num_rows, length, config.kv_heads, config.key_dim)
@@ -37,7 +37,7 @@ def empty_cache(config: LanguageConfig, num_rows: int, length: int) -> Cache:
 
 
 def put_rows(cache: Cache, rows_R: jax.Array, filled: Cache) -> Cache:
-    """The cache with the front of its rows numbered `rows` replaced by `filled`, a cache of R rows, no longer one."""
+    """The cache with `filled`, a cache of R rows and at most as many positions, at the front of its rows `rows`."""
 
     def put(whole: jax.Array, part: jax.Array) -> jax.Array:
         length = part.shape[-3]
