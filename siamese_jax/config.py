@@ -88,7 +88,8 @@ _GROUPS = {
             **_EVERY,
             "max_windows": 0,  # of a validation during the run; 0 = all. At the end always all
             "domains": "",  # validation sets NAME=SOURCE;NAME=SOURCE in place of the data's own
-            "prompt": "",  # of the sample at the end; '' = none
+            "prompt": "",  # of the samples, several divided by |; '' = none
+            "sample_every": 0,  # updates between samples, kept in samples.jsonl; 0 = only at the end
             "sample_tokens": 200,
             "temperature": 0.8,
         },
@@ -220,8 +221,8 @@ AT_LEAST = {
     "training.mixup": 0, "training.cutmix": 0, "training.diffusion_steps": MIN_STEPS,
     "checkpoint.every": 1, "checkpoint.keep": 1, "checkpoint.keep_every": 0, "eval.every": 0,
     "eval.batch_size": 1, "eval.max_windows": 0, "eval.max_images": 0, "eval.sample_tokens": 0,
-    "eval.temperature": 0, "eval.samples_per_class": 0, "eval.classes": 1, "eval.sampling_steps": 2,
-    "eval.guidance": 0, "logging.every": 1, "logging.streams_every": 0,
+    "eval.sample_every": 0, "eval.temperature": 0, "eval.samples_per_class": 0, "eval.classes": 1,
+    "eval.sampling_steps": 2, "eval.guidance": 0, "logging.every": 1, "logging.streams_every": 0,
 }  # fmt: skip
 CHOICES = {
     "data.on_broken": ("stop", "skip"),

@@ -268,23 +268,21 @@ def sample(
     model: LanguageModel,
     params,
     tokenizer,
-    prompt: str,
+    prompts: Sequence[str],
     *,
     length: int,
     num_tokens: int,
     temperature: float = 0.8,
     seed: int = 0,
-    number: int = 0,
-) -> str:
-    """The text that the model puts after `prompt`; temperature 0 takes the likeliest token.
+) -> list[str]:
+    """The texts that the model puts after `prompts`; temperature 0 takes the likeliest token.
 
-    The context is an end of text and the prompt, of which the last `length` tokens count; see Generator for what
-    comes when it is full. An end of text does not end the sample, it vanishes from it. number: of the row.
+    A context is an end of text and a prompt, of which the last `length` tokens count; see Generator for what comes
+    when it is full. An end of text does not end a sample, it vanishes from it.
     """
-    ids = tokenizer.encode_batch([prompt])[0].tolist()
-    stream = TextStream(tokenizer, ids)
-    (made,) = Generator(model, params, length=length)(
-        [[tokenizer.end_of_text, *ids][-length:]], TokenSampling(temperature, seed=seed), max_tokens=num_tokens,
-        numbers=[number],
+    streams = [TextStream(tokenizer, ids.tolist()) for ids in tokenizer.encode_batch(list(prompts))]
+    made = Generator(model, params, length=length)(
+        [[tokenizer.end_of_text, *stream.prompt_ids][-length:] for stream in streams],
+        TokenSampling(temperature, seed=seed), max_tokens=num_tokens,
     )  # fmt: skip
-    return stream.push(made.ids, last=True)
+    return [stream.push(each.ids, last=True) for stream, each in zip(streams, made, strict=True)]

@@ -43,18 +43,22 @@ class LanguageValidation:
             }
         return metrics
 
+    def samples(self, params) -> list[dict[str, str]]:
+        """What the model puts after each prompt: {prompt, text}. Nothing of the training's is drawn from."""
+        config, parts = self.parts.config, self.parts
+        prompts = config.eval.prompt.split("|") if config.eval.prompt else []
+        with jax.set_mesh(parts.mesh):
+            texts = sample(
+                parts.model, params, parts.data.tokenizer, prompts, length=config.data.length,
+                num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
+            )  # fmt: skip
+        return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
     def finish(self, params, workdir: str, progress: Progress) -> dict:
         """The whole validation set, and what the model puts after eval.prompt."""
-        config, parts = self.parts.config, self.parts
-        found, text = self.evaluator(params, progress, whole=True), ""
+        found = self.evaluator(params, progress, whole=True)
         several = {name: found[name] for name in ("domains", "mean")} if len(found["domains"]) > 1 else {}
-        if config.eval.prompt:
-            with jax.set_mesh(parts.mesh):
-                text = sample(
-                    parts.model, params, parts.data.tokenizer, config.eval.prompt, length=config.data.length,
-                    num_tokens=config.eval.sample_tokens, temperature=config.eval.temperature, seed=config.seed,
-                )  # fmt: skip
-        return {"validation": found["total"], **several, "prompt": config.eval.prompt, "sample": text}
+        return {"validation": found["total"], **several, "samples": self.samples(params)}
 
 
 class VisionValidation:

@@ -22,6 +22,7 @@ from siamese_jax.training.metrics import format_duration
 from siamese_jax.training.parts import Parts, build, describe
 from siamese_jax.training.plan import compile_step
 from siamese_jax.training.recorder import Recorder
+from siamese_jax.training.samples import write_samples
 from siamese_jax.training.shared_folder import check_shared_folder
 from siamese_jax.training.signals import Stopped, StopRequest
 from siamese_jax.training.start import find_start, make_state
@@ -39,8 +40,9 @@ def train(
     """Trains until training.steps, or until a signal; returns the summary.
 
     make_validation(parts) comes from the evaluation room, which training does not import. Of what it makes are used
-    figures(params, progress), the metrics of a validation during the run, and `unit`, `size` and
-    finish(params, workdir, progress): the whole of it at the end, what the summary tells of it.
+    figures(params, progress), the metrics of a validation during the run, samples(params), {prompt, text} each,
+    where eval.sample_every asks for them, and `unit`, `size` and finish(params, workdir, progress): the whole of it
+    at the end, what the summary tells of it.
     """
     parts = build(config, workdir)  # before signals wait: a long tokenisation is worth nothing half done
     check_shared_folder(workdir)
@@ -69,6 +71,8 @@ def train(
             except Stopped:
                 return {"status": "stopped", "step": done, "steps": config.training.steps, "workdir": workdir}
         if jax.process_index() == 0:
+            if result.get("samples"):
+                write_samples(workdir, result["step"], result["samples"])
             write_summary(workdir, result)
         return result
 
@@ -133,11 +137,13 @@ def _steps(parts, state, start, checkpoints, recorder, validation, stop, say) ->
             settle()
             done += 1
             extra: dict[str, Any] | None = {}
-            streams_due, validation_due = _due(config, done)
-            if streams_due or validation_due:
+            streams_due, validation_due, samples_due = _due(config, done)
+            if streams_due or validation_due or samples_due:
                 jax.block_until_ready(metrics)
                 with recorder.speed.paused():
                     extra = _stream_metrics(parts, watch, state, batch) if streams_due else {}
+                    if samples_due:  # not cut short by a signal: they are made with a cache, in moments
+                        recorder.samples(done, validation.samples(state.eval_params()))
                     figures = _validation(validation, state, stop, say) if validation_due else {}
                     extra = None if figures is None else extra | figures
             pending = (done, metrics, extra)
@@ -149,12 +155,16 @@ def _steps(parts, state, start, checkpoints, recorder, validation, stop, say) ->
     return state, done
 
 
-def _due(config, step: int) -> tuple[bool, bool]:
-    """(Whether the streams are watched, whether there is a validation) after a step other than the last."""
-    streams, validation = config.logging.streams_every, config.eval.every
+def _due(config, step: int) -> tuple[bool, bool, bool]:
+    """(Whether the streams are watched, there is a validation, there are samples) after a step.
+
+    Of the last step validation and samples belong to the summary.
+    """
+    streams, validation, samples = config.logging.streams_every, config.eval.every, config.eval.get("sample_every")
     return (
         bool(streams and step % streams == 0),
         bool(validation and step % validation == 0 and step < config.training.steps),
+        bool(samples and step % samples == 0 and step < config.training.steps),
     )
 
 

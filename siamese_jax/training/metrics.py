@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
-from tensorboardX.summary import scalar
+from tensorboardX.summary import scalar, text
 
 from siamese_jax.errors import FaultError, InputError
 
@@ -56,6 +56,13 @@ class MetricWriter:
             raise FaultError(f"cannot write {self.path} at step {step}: {error.strerror}") from error
         self._last_step = step
 
+    def write_texts(self, step: int, texts: dict[str, str]) -> None:
+        """Texts of a step by name, for TensorBoard alone."""
+        try:
+            self._board.write_texts(step, texts)
+        except OSError as error:
+            raise FaultError(f"cannot write events beside {self.path} at step {step}: {error.strerror}") from error
+
     def close(self):
         self._file.close()
         self._board.close()
@@ -79,9 +86,17 @@ class Board:
     def write(self, step: int, values: dict) -> None:
         """One event for each value of the step; OSError where the disk does not take it."""
         for name, value in values.items():
-            summary = scalar(name, value)
-            self._events.write_event(event_pb2.Event(wall_time=time.time(), step=int(step), summary=summary))
+            self._add(step, scalar(name, value))
         self._events.flush()
+
+    def write_texts(self, step: int, texts: dict[str, str]) -> None:
+        """The same for texts."""
+        for name, value in texts.items():
+            self._add(step, text(name, value))
+        self._events.flush()
+
+    def _add(self, step: int, summary) -> None:
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=int(step), summary=summary))
 
     def close(self) -> None:
         """Flushes and closes the file."""

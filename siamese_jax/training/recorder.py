@@ -16,6 +16,7 @@ from siamese_jax.errors import FaultError
 from siamese_jax.training.hardware import device_peak_flops
 from siamese_jax.training.metrics import MetricWriter, Throughput, format_line
 from siamese_jax.training.parts import Parts
+from siamese_jax.training.samples import write_samples
 from siamese_jax.training.start import Start
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -42,7 +43,9 @@ class Recorder:
         self.bar = tqdm(total=self.steps, initial=start, unit="step", disable=disable, dynamic_ncols=True)
         self.say, self.start, self.last_line = say, start, -math.inf
         self.last_finite, self.owed, self.converted = found.metrics, found.owed, found.converted
-        self.checkpoints = checkpoints
+        self.checkpoints, self.workdir = checkpoints, workdir
+        if is_main:
+            write_samples(workdir, start + 1, [])  # what a killed run left behind its last checkpoint
 
     def __enter__(self):
         return self
@@ -80,6 +83,13 @@ class Recorder:
         if self.writer and self.writer.last_step < self.start:
             self._write(self.start, {**self.owed, **validation})
         self.owed = None
+
+    def samples(self, step: int, samples: list[dict[str, str]]) -> None:
+        """Writes what the model put after its prompts."""
+        if self.writer is not None:
+            write_samples(self.workdir, step, samples)
+            texts = {f"sample/{i}": sample["prompt"] + sample["text"] for i, sample in enumerate(samples)}
+            self.writer.write_texts(step, texts)
 
     def _write(self, step: int, line: dict) -> None:
         if self.writer is None:

@@ -26,8 +26,8 @@ def format_summary(result: Mapping, command: Sequence[str]) -> str:
         f"  files        {workdir}/metrics.jsonl, {workdir}/checkpoints/{result['step']}, {workdir}/summary.json",
     ]
     lines += [f"  picture      {path}" for path in result.get("pictures", [])]
-    if result.get("sample"):
-        lines += ["  sample", "    " + (result["prompt"] + result["sample"]).replace("\n", "\n    ")]
+    for sample in result.get("samples", []):
+        lines += ["  sample", "    " + (sample["prompt"] + sample["text"]).replace("\n", "\n    ")]
     start_again = _with_workdir(command, workdir)
     lines += [
         "to evaluate:",

@@ -82,7 +82,7 @@ def summary_of(workdir) -> dict:
 def assert_undisturbed(run, place):
     folder, _ = undisturbed(place)
     assert records(run.workdir) == records(folder)
-    for name in ("validation", "train_loss", "sample", "tokens"):
+    for name in ("validation", "train_loss", "samples", "tokens"):
         assert summary_of(run.workdir)[name] == summary_of(folder)[name]
 
 
