@@ -114,7 +114,7 @@ OF_SAMPLES = (
     "samples_per_class", *HOW_TO_SAMPLE, "samples_out", "classifier", "features", "reference_stats", "write_stats",
 )  # fmt: skip
 OF_TASKS = ("tasks_dir", "max_questions", "save_requests")
-OF_PERPLEXITY = ("split", "data.source", "data.field", "data.cache_dir", "max_windows")
+OF_PERPLEXITY = ("split", "data.source", "domains", "data.field", "data.cache_dir", "max_windows")
 MEANINGLESS = {
     "language": ("max_images", "picture", *OF_SAMPLES),
     "vision": ("max_windows", "domains", "data.field", "data.cache_dir", "tasks", *OF_TASKS, *OF_SAMPLES),
@@ -131,10 +131,15 @@ def main() -> None:
     run = open_run(workdir, given.step)
     family = run.config.family
     for name in MEANINGLESS[family]:
-        if given[name].present:
+        if _is_given(name):
             raise InputError(f"--{name} has no meaning for a {family} model, which {workdir} holds: leave it out")
     evaluate = {"language": _language, "vision": _vision, "diffusion": _diffusion}[family]
     program.answer(evaluate(run), as_text)
+
+
+def _is_given(name: str) -> bool:
+    flag = flags.FLAGS[name]
+    return bool(flag.present) or flag.value != flag.default  # by an alias, a flag has a value but is not present
 
 
 def _language(run) -> dict:
@@ -142,7 +147,7 @@ def _language(run) -> dict:
     if given.tasks is not None:
         return _tasks(run)
     for name in OF_TASKS:
-        if given[name].present:
+        if _is_given(name):
             raise InputError(f"--{name} is about published tasks: name some with --tasks")
     return evaluate_language(
         run, step=given.step, average=given.average, split=given.split, sources=given["data.source"].value,
@@ -154,7 +159,7 @@ def _language(run) -> dict:
 def _tasks(run) -> dict:
     given = flags.FLAGS
     for name in OF_PERPLEXITY:
-        if given[name].present:
+        if _is_given(name):
             raise InputError(f"--{name} has no meaning with --tasks, which reads questions only: leave it out")
     return evaluate_tasks(
         run, [name.strip() for name in given.tasks.split(",")], step=given.step, average=given.average,

@@ -280,8 +280,7 @@ def _asked(where: str, doc_id: int, text: str, answers: Sequence[str], label: in
 def _read_mmlu(folder: Path, split: str) -> tuple[str, list[Question]]:
     """All 57 subjects, without examples before the question."""
     questions = []
-    subjects = sorted((subject, category) for category, names in SUBJECTS.items() for subject in names)
-    for subject, category in subjects:
+    for category, subject in ((category, name) for category, names in SUBJECTS.items() for name in names):
         for where, row in _rows(folder / "hails" / "mmlu_no_train" / subject / split):
             text = f"Question: {_text(row, where, 'question').strip()}\nAnswer:"
             answers, label = _texts(row, where, "choices"), _field(row, where, "answer", int)

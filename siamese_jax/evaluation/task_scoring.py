@@ -179,10 +179,10 @@ class TaskScorer:
         for numbers, batch in self.batches(pieces):
             scored = numbers, self._score(params, self._put(batch))
             if pending:
-                yield pending[0], jax.device_get(pending[1])
+                yield pending[0], jax.tree.map(np.asarray, pending[1])
             pending = scored
         if pending:
-            yield pending[0], jax.device_get(pending[1])
+            yield pending[0], jax.tree.map(np.asarray, pending[1])
 
     def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Every process has the batch whole and gives its devices their rows."""
