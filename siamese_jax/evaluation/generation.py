@@ -43,9 +43,9 @@ def _read(model, params, cache, tokens_RP, last_R, rows_R, numbers_R, index, dia
     return cache, constrain(tokens_R, None)  # whole on every device, so that every process can read it
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
-def _advance(model, params, cache, tokens_B, starts_B, numbers_B, index, count, dials, *, greedy, filtered):
-    """(cache, [B, CHUNK] of which the first `count` are the tokens from `index` on), one position at a time.
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "most"), donate_argnames="cache")
+def _advance(model, params, cache, tokens_B, starts_B, numbers_B, index, count, dials, *, greedy, filtered, most):
+    """(cache, [B, most] of which the first `count` are the tokens from `index` on), one position at a time.
 
     tokens: the last of every row, not in the cache yet; starts: their positions.
     """
@@ -60,7 +60,7 @@ def _advance(model, params, cache, tokens_B, starts_B, numbers_B, index, count, 
         tokens_B = pick(logits_BV, numbers_B, index + i, dials, greedy, filtered)
         return kept["cache"], tokens_B, made.at[:, i].set(tokens_B)
 
-    made = jnp.zeros((len(tokens_B), CHUNK), jnp.int32)
+    made = jnp.zeros((len(tokens_B), most), jnp.int32)
     cache, _, made = jax.lax.fori_loop(0, count, one, (cache, tokens_B, made))
     return cache, constrain(made, None)
 
@@ -113,7 +113,7 @@ class _Reader:
         starts_B = np.array([min(len(context), self.size) - 1 for context in contexts], np.int32)
         self.cache, made = _advance(
             self.model, self.params, self.cache, tokens_B, starts_B, self.numbers_B, np.int32(index),
-            np.int32(count), self.dials, **self.forms,
+            np.int32(count), self.dials, **self.forms, most=CHUNK,
         )  # fmt: skip
         return np.asarray(made)[:, :count]
 

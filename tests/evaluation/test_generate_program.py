@@ -47,7 +47,7 @@ def test_prompts_samples_counts_and_the_cache(ask, workdir):
         ("abc", 0, 0), ("abc", 0, 1), ("", 1, 0), ("", 1, 1),
     ]  # fmt: skip
     assert all(row["tokens"] == len(row["ids"]) == 50 and row["finish"] == "length" for row in found["results"])
-    assert (found["tokens"], found["prompt_tokens"], found["step"], found["cached"]) == (200, 6, 30, True)
+    assert (found["tokens"], found["prompt_tokens"], found["step"], found["cached"]) == (200, 3, 30, True)
     assert found["tokens_per_second"] == pytest.approx(200 / found["seconds"])
     assert found["checkpoint"] == str(workdir / "checkpoints" / "30")
     texts = [row["text"] for row in found["results"]]
@@ -121,7 +121,7 @@ def test_help_teaches(place):
 WRONG = [
     ((), ("there is no prompt", "--prompts=FILE")),
     (("--prompt=a", "--prompts=b.txt"), ("--prompt and --prompts",)),
-    (("--prompt=" + 40 * "x",), ("has 41 tokens", "context is 32", "xxx...")),
+    (("--prompt=" + 50 * "x",), ("has 51 tokens", "context is 32", "xxx...")),
     (("--prompt=a", "--temperature=-0.5"), ("temperature is -0.5",)),
     (("--prompt=a", "--temperature=nan"), ("temperature is nan",)),
     (("--prompt=a", "--top_p=0"), ("top_p is 0",)),

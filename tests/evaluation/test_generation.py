@@ -155,7 +155,6 @@ def test_a_text_does_not_depend_on_the_rows_beside_it_nor_on_chunks(model, param
             together[number]
         ]
     monkeypatch.setattr("siamese_jax.evaluation.generation.CHUNK", 3)
-    generation._advance.clear_cache()
     assert texts(model, params, sampling, True, max_tokens=30) == together
 
 
