@@ -36,7 +36,12 @@ def batches(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("scheme", known_schemes())
+SOME = ("siamese", "siamese_hybrid", "pre", "hybrid_star")  # the others take as long again to compile
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=[] if name in SOME else [pytest.mark.slow]) for name in known_schemes()]
+)
 def test_perturbing_a_document_moves_no_other(batches, scheme):
     config = base_config()
     config.model.update({"width": 16, "num_layers": 2, "num_heads": 2, "mlp_hidden": 32, "residual": scheme})
