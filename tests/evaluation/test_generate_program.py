@@ -78,10 +78,10 @@ def test_files_of_prompts(ask, tmp_path):
 
 def test_for_the_reader(place, workdir):
     """One text with its prompt in front, several with a heading each; the last line counts."""
-    ended = place.run(f"--workdir={workdir}", "--prompt=abc", "--max_tokens=7", "--step=9", program=PROGRAM)
+    ended = place.run(f"--workdir={workdir}", "--prompt=abc", "--max_tokens=7", "--step=27", program=PROGRAM)
     assert ended.code == 0, ended.err
     *text, line = ended.out.splitlines()
-    assert "\n".join(text).startswith("abc") and "tokens/s" in line and line.endswith("checkpoints/9")
+    assert "\n".join(text).startswith("abc") and "tokens/s" in line and line.endswith("checkpoints/27")
     several = ("--prompt=a", "--prompt=b", "--num_samples=2", "--max_tokens=3", "--nostop")
     ended = place.run(f"--workdir={workdir}", *several, program=PROGRAM)
     assert ended.out.startswith("--- prompt 1, sample 1: 3 tokens") and ended.out.count("--- prompt") == 4
