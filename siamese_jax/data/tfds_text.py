@@ -68,11 +68,12 @@ def _text_of(example: dict, field: str, place: str) -> str:
         ) from error
 
 
-def find_tfds_text(source: str, data_dir: str, part: Part) -> TfdsCorpus:
+def find_tfds_text(source: str, data_dir: str, part: Part, whole: str = "") -> TfdsCorpus:
     """The corpus of 'tfds:NAME', 'tfds:NAME:SPLIT' (any split of TFDS, as train[:10%]) or of a prepared folder.
 
     With a SPLIT, `part` is of its examples; else of the set's own splits where it has some beside train.
-    InputError at once for what is unknown or not prepared.
+    whole: the split that is meant by all of a set, '' = every one. InputError at once for what is unknown or not
+    prepared.
     """
     plain, split = source, ""
     if source.startswith("tfds:"):
@@ -85,7 +86,7 @@ def find_tfds_text(source: str, data_dir: str, part: Part) -> TfdsCorpus:
         if "train" not in splits and not own:
             raise InputError(f"{source} has the splits {', '.join(splits) or 'none'}: name one, as {plain}:SPLIT")
         if part.name == "all":
-            split = "+".join(splits)
+            split = whole or "+".join(splits)
         elif own:
             split, part = own[0] if part.name == "validation" else "train", Part(unique=part.unique)
         else:
@@ -101,5 +102,5 @@ def find_tfds_text(source: str, data_dir: str, part: Part) -> TfdsCorpus:
         ) from error
     if not length:
         raise InputError(f"{source}: the split {split!r} has no example: name another one")
-    version = f"{builder.name} {builder.info.config_name or ''} {builder.version} {split}"
+    version = f"{builder.data_path} {builder.name} {builder.info.config_name or ''} {builder.version} {split}"
     return TfdsCorpus(f"{plain} {split}", examples, version, checked(part))
