@@ -55,7 +55,7 @@ def prepare_store(
     if split == "validation" and validation_source:
         return prepare_store(
             validation_source, own_part(validation_source), tokenizer=tokenizer, field=field, cache_dir=cache_dir,
-            data_dir=data_dir, progress=progress,
+            validation_fraction=validation_fraction, data_dir=data_dir, progress=progress,
         )  # fmt: skip
     if is_prepared(source):
         return _open_prepared(source, split, tokenizer)
@@ -64,7 +64,7 @@ def prepare_store(
     label = re.sub(r"[^A-Za-z0-9]+", "-", Path(source).stem)[:40].strip("-")
     if is_token_arrays(source):
         arrays = find_arrays(source, tokenizer, part, validation_fraction)
-        path = folder / f"{label}-{split}-{_key([(name, one.to_json()) for name, one in arrays], tokenizer)}"
+        path = folder / f"{label}-{split}-{_key([_stamp(name, one) for name, one in arrays], tokenizer)}"
         if not path.exists():
             return index_arrays(arrays, tokenizer, path, progress)
         return TokenStore.open(path)
@@ -106,7 +106,7 @@ def open_domains(domains: Mapping[str, str], data, tokenizer, progress: bool = T
     return {
         name: prepare_store(
             source, own_part(source), tokenizer=tokenizer, field=data.field, cache_dir=data.cache_dir,
-            data_dir=data.data_dir, progress=progress,
+            validation_fraction=data.validation_fraction, data_dir=data.data_dir, progress=progress,
         )
         for name, source in domains.items()
     }  # fmt: skip
@@ -187,6 +187,10 @@ def _sweep(folder: Path) -> None:
             continue
         if time.time() - changed > _LEFTOVER_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _stamp(name: str, array: TokenArray) -> list:
+    return [name, array.to_json(), array.path.stat().st_mtime_ns]
 
 
 def _key(parts: list, tokenizer) -> str:
