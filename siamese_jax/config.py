@@ -261,6 +261,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     if config.family == "diffusion":
         _check_sampling(config)
     if config.family == "language":
+        _check_samples(config.eval)
         parse_domains(config.eval.domains, "eval.domains")
         if config.data.weights:
             parse_weights(config.data.weights, list(source_names(config.data.source)))
@@ -280,6 +281,15 @@ def _check_sampling(config: ml_collections.ConfigDict) -> None:
         Process(config.training.diffusion_steps).spaced(config.eval.sampling_steps, config.eval.sampler)
     except InputError as error:
         raise InputError(f"training.diffusion_steps, eval.sampling_steps and eval.sampler: {error}") from error
+
+
+def _check_samples(group: ml_collections.ConfigDict) -> None:
+    if not math.isfinite(group.temperature):
+        raise InputError(f"eval.temperature is {group.temperature}: it must be finite")
+    try:
+        group.prompt.encode("utf-8")
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
+        raise InputError(f"eval.prompt is not UTF-8: {error.reason}: convert it") from error
 
 
 def check_guidance(name: str, scale: float, label_dropout: float) -> None:

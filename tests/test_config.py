@@ -108,10 +108,23 @@ def test_the_nearest_key_is_named(key, nearest):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("eval.temperature", float("nan")), ("training.z_loss", -1.0), ("checkpoint.keep", 0), ("logging.every", 0)],
+    [
+        ("eval.temperature", float("nan")),
+        ("eval.temperature", float("inf")),
+        ("training.z_loss", -1.0),
+        ("checkpoint.keep", 0),
+        ("logging.every", 0),
+    ],
 )
 def test_values_out_of_range_are_named(key, value):
     config = base_config()
     config.update_from_flattened_dict({key: value})
     with pytest.raises(InputError, match=f"{key} is {value}"):
+        check_config(config)
+
+
+def test_a_prompt_that_is_no_text_is_named_before_the_training():
+    config = base_config()
+    config.eval.prompt = "caf\udce9"  # as bytes of a command line that are no UTF-8
+    with pytest.raises(InputError, match=r"eval\.prompt is not UTF-8"):
         check_config(config)

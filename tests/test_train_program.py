@@ -53,7 +53,7 @@ def test_a_run_says_nothing_strange(normal):
 def test_the_run_folder_holds_what_the_design_says(normal):
     workdir, _, _ = normal
     assert {path.name for path in workdir.iterdir() if "tfevents" not in path.name} == {
-        "config.json", "metrics.jsonl", "checkpoints", "summary.json",
+        "config.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "summary.json",
     }  # fmt: skip
     assert len(list(workdir.glob("events.out.tfevents.*"))) == 1
     assert checkpoints_of(workdir) == [24, 27, 30]

@@ -6,7 +6,7 @@ disk, and its last two files come too late for a seal. So Orbax writes `STEP.sav
 """
 
 from siamese_jax.checkpoint.checkpoints import Checkpoints
-from siamese_jax.checkpoint.processes import barrier, first_process_first, vote
+from siamese_jax.checkpoint.processes import barrier, check_same, first_process_first, vote
 from siamese_jax.checkpoint.seal import available_steps, read_about
 from siamese_jax.checkpoint.weights import OpenWeights, open_weights, write_weights
 
@@ -15,6 +15,7 @@ __all__ = [
     "OpenWeights",
     "available_steps",
     "barrier",
+    "check_same",
     "first_process_first",
     "open_weights",
     "read_about",

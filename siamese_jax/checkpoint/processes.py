@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from siamese_jax.checkpoint.seal import Broken, one_line
+from siamese_jax.errors import InputError
 
 T = TypeVar("T")
 WAIT_MS = 20 * 60 * 1000  # one process may seal or verify large files while the others wait
@@ -36,6 +37,18 @@ def vote(word):
     rows = multihost_utils.process_allgather(ballot)
     words = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
     return next(filter(None, words), None)
+
+
+def check_same(what: str, digest: bytes) -> None:
+    """InputError on every process unless all of them have the same digest; what: it is of."""
+    if jax.process_count() == 1:
+        return
+    barrier("same")
+    rows = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
+    others = [index for index, row in enumerate(rows) if row.tobytes() != rows[0].tobytes()]
+    if others:
+        listed = ", ".join(map(str, others))
+        raise InputError(f"{what} differ between process 0 and {listed}: give all hosts the same files")
 
 
 def barrier(name, wait_ms=WAIT_MS):

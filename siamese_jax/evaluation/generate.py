@@ -26,7 +26,9 @@ Exit codes: 0 done, 2 wrong input, 1 anything else.
 """
 
 import contextlib
+import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +71,7 @@ def read_prompts(path: str) -> list[str]:
     Lines of a text that are empty count as no prompt. InputError where the file cannot be read so, or has none.
     """
     try:
-        text = Path(path).expanduser().read_bytes().decode("utf-8-sig")
+        text = Path(os.path.expanduser(path)).read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"--prompts: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -233,7 +235,8 @@ def main() -> None:
     workdir = program.required("workdir")
     given = flags.FLAGS
     sampling, prompts = _checked_sampling(), _given_prompts()
-    start_up.start_processes(program.facts(arguments=program.shared_arguments()), program.say_here)
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    start_up.start_processes(program.facts(arguments=program.shared_arguments(), prompts=digest), program.say_here)
     run, prompt_ids = _open(workdir, prompts, sampling)
     weights = restore_weights(run, given.step, program.say, given.average)
     generator = Generator(run.model, weights.params, run.mesh, length=run.config.data.length, cached=given.cache)

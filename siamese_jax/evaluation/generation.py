@@ -193,8 +193,9 @@ class Generator:
                 reader.advance([list(context) for context in contexts], 0, 0)
                 if max(map(len, contexts)) + max_tokens - 1 > self.length:  # some row will be read anew
                     together = len({len(context) for context in contexts}) == 1
-                    again = rows if together else rows[:1]
-                    reader.read(again, [[0] * self.keep for _ in again], 0)
+                    # Together where all that still go on are full at once, which may be the last one alone.
+                    for again in {len(rows)} if together else {len(rows), 1}:
+                        reader.read(rows[:again], [[0] * self.keep] * again, 0)
 
     def _on_mesh(self):
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -231,8 +232,9 @@ class Generator:
         groups = [list(range(len(contexts)))] if is_all else [[row] for row in unread]
         fresh = {}
         for rows in groups:
-            # Of an ended row only the front, which fits, whatever its length.
-            parts = [contexts[row][: self.length] for row in rows]
+            # Of an ended row only the front, so that it asks for no other program.
+            longest = max(len(contexts[row]) for row in unread)
+            parts = [contexts[row][:longest] for row in rows]
             fresh |= zip(rows, reader.read(rows, parts, index)[:, None].tolist(), strict=True)
         if index == 0:
             self.prefill_seconds = time.perf_counter() - began

@@ -44,8 +44,8 @@ class TokenSampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn."""
-        return self.temperature == 0
+        """Whether nothing is drawn; a temperature that float32 flushes to 0 is one of 0."""
+        return self.temperature < np.finfo(np.float32).tiny
 
     @property
     def filtered(self) -> bool:
@@ -84,7 +84,8 @@ def pick(logits_BV, numbers_B, index, dials: Dials, greedy: bool, filtered: bool
     """Token `index` of the rows with these numbers, int32 [B]: drawn with a key of seed, number and index alone."""
     if greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / dials.temperature
+    # Below the likeliest one: at a low temperature the logits themselves would overflow.
+    logits_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / dials.temperature
     if filtered:
         logits_BV = keep_likely(logits_BV, dials.top_k, dials.top_p)
     seed = jax.random.key(dials.seed)

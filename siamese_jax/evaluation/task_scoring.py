@@ -94,10 +94,15 @@ def bucket_of(length: int, window: int, least: int = 32) -> int:
     return min(power, window)
 
 
-def _continuation_scores(model: LanguageModel, inputs_BL, targets_BC, starts_B):
+def slice_of(length: int, window: int, loss_slice: int) -> int:
+    """Tokens of a row whose logits exist at a time: of shorter rows, of which there are more, as many fewer."""
+    return loss_slice and max(1, loss_slice * length // window)
+
+
+def _continuation_scores(model: LanguageModel, inputs_BL, targets_BC, starts_B, *, window: int):
     """(nats, whether it is the likeliest) [B, C] of the tokens that follow the inputs from `starts` on."""
     hidden_BLD, _ = model.hidden(inputs_BL)
-    slice_length = model.config.loss_slice
+    slice_length = slice_of(inputs_BL.shape[1], window, model.config.loss_slice)
     score = functools.partial(_own_scores, vocab_size=model.config.vocab_size, slice_length=slice_length)
     return on_own_rows(score, (hidden_BLD, targets_BC, starts_B), model.kernel_DV())
 
@@ -129,7 +134,7 @@ def _own_scores(rows, kernel_DV, *, vocab_size: int, slice_length: int):
 
 
 class TaskScorer:
-    """Scores pieces in batches of like length, for one model; the result does not depend on the batches.
+    """Scores pieces in batches of like length, for one model; the batches matter to rounding alone.
 
     window: inputs that go through the model at most. batch_size: pieces of a whole window at a time, rounded up to
     the parts that the mesh splits a batch into; of shorter ones as many more.
@@ -140,8 +145,9 @@ class TaskScorer:
 
         def score(params, batch):
             return model.apply(
-                {"params": params}, batch["inputs"], batch["targets"], batch["starts"], method=_continuation_scores
-            )
+                {"params": params}, batch["inputs"], batch["targets"], batch["starts"], window=window,
+                method=_continuation_scores,
+            )  # fmt: skip
 
         self._score = compiled_on_mesh(score, model, mesh)
 

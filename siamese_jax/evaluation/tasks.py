@@ -3,6 +3,7 @@
 The choices of a question are ranked by their log-probability, as it is, by character or by token.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from siamese_jax.checkpoint import check_same
 from siamese_jax.errors import InputError
 from siamese_jax.evaluation.frechet import check_output, whole_file
 from siamese_jax.evaluation.run import OpenRun, progress_bar, restore_weights, told
@@ -170,6 +172,7 @@ def evaluate_tasks(
     if save_requests:
         check_output("--save_requests", save_requests)
     tasks = read_tasks(find_files(tasks_dir), names, max_questions)
+    check_same("the questions of the tasks", hashlib.sha256(repr(tasks).encode()).digest())
     window = run.config.data.length
     choices = [choice for task in tasks for question in task.questions for choice in question.choices]
     encoded = encode_choices(choices, run.tokenizer, window)

@@ -47,6 +47,7 @@ def _lines(path: pathlib.Path) -> list[str]:
 def _step(line: str) -> float:
     """The step of a line; infinity where it is none of ours, so that it is not kept."""
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):
         return float("inf")
+    return step if isinstance(step, int) else float("inf")

@@ -1,14 +1,18 @@
 """`python -m siamese_jax.evaluation.generate` on a tiny run: its answers, and one line for every wrong input."""
 
+import io
 import json
 import os
 import pty
 import runpy
 import subprocess
 import sys
+import types
 
 import pytest
 
+from siamese_jax.data.tokenizer import ByteTokenizer
+from siamese_jax.evaluation import generate
 from tests.programs import ROOT, SAMPLE, shared_place, undisturbed
 
 PROGRAM = "siamese_jax/evaluation/generate.py"
@@ -108,7 +112,28 @@ def test_on_a_terminal_the_text_comes_as_it_is_made(place, workdir):
         assert process.wait(240) == 0, process.stderr.read()
     os.close(master)
     shown = b"".join(parts).decode()
-    assert shown.startswith("abc") and shown.count("tokens/s") == 1 and len(parts) > 2
+    assert shown.startswith("abc") and shown.count("tokens/s") == 1
+
+
+def test_every_token_is_shown_before_the_next_one_is_made(monkeypatch):
+    class Terminal(io.StringIO):
+        shown = ""
+
+        def isatty(self):
+            return True
+
+        def flush(self):
+            self.shown = self.getvalue()
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(generate.flags, "FLAGS", types.SimpleNamespace(num_samples=1, json=False))
+    show, seen = generate.Show(types.SimpleNamespace(tokenizer=ByteTokenizer()), ["ab"], [list(b"ab")]), []
+    for token in "cdé".encode():
+        seen.append(terminal.shown)
+        show(0, [token])
+    assert [*seen, terminal.shown] == ["ab", "abc", "abcd", "abcd", "abcdé"]
+    assert show.finish() == ["cdé"] and terminal.shown == "abcdé\n"
 
 
 def test_help_teaches(place):
@@ -134,6 +159,7 @@ WRONG = [
     (("--prompt=a", "--batch_size=0"), ("batch_size is 0",)),
     (("--prompt=a", "--step=4"), ("no checkpoint 4",)),
     (("--prompts=HERE/gone.txt",), ("cannot read", "gone.txt")),
+    (("--prompts=~nobody/of/that/name",), ("cannot read",)),
     (("--prompts=HERE",), ("cannot read", "directory")),
     (("--prompts=HERE/empty.txt",), ("holds no prompt",)),
     (("--prompts=HERE/latin.txt",), ("is not UTF-8", "0xe9 at offset 4")),

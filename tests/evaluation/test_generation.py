@@ -166,7 +166,8 @@ def test_numbers_and_seeds_differ_and_a_seed_gives_one_text(model, params):
 
 def test_a_low_temperature_a_single_candidate_and_a_thin_nucleus_are_greedy(model, params):
     greedy = texts(model, params, TokenSampling(0), True)
-    for sampling in (TokenSampling(1e-7), TokenSampling(2.0, top_k=1), TokenSampling(1.0, top_p=1e-6)):
+    lowest = [TokenSampling(value) for value in (1e-7, 1.2e-38, 1e-42, 1e-300)]
+    for sampling in (*lowest, TokenSampling(2.0, top_k=1), TokenSampling(1.0, top_p=1e-6)):
         assert texts(model, params, sampling, True) == greedy
 
 
@@ -254,6 +255,19 @@ def test_warming_up_changes_nothing_and_then_nothing_is_compiled(model, params):
     found = generator([[256, 1, 2]], sampling, max_tokens=30)[0].ids
     assert [function._cache_size() for function in _programs()] == before
     assert found == texts(model, params, sampling, False, [[256, 1, 2]], 12, 30)[0]
+
+
+def test_warming_up_serves_the_row_that_is_left_alone(model, params):
+    """Rows of different lengths: the first time the context is full both go on, the second time only one."""
+    contexts, sampling = [[256, 1, 2, 3, 4], [256, 5]], TokenSampling(1.0)
+    free = texts(model, params, sampling, False, contexts, 12, 40)
+    stop = next(token for token in free[0][14:20] if token not in free[0][:14] + free[1])
+    generator = Generator(model, params, length=12)
+    generator.warm_up(contexts, sampling, 40)
+    before = [function._cache_size() for function in _programs()]
+    found = [each.ids for each in generator(contexts, sampling, max_tokens=40, stop=stop)]
+    assert [function._cache_size() for function in _programs()] == before
+    assert found == [free[0][: free[0].index(stop)], free[1]]
 
 
 def _programs():

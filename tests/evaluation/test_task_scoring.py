@@ -1,6 +1,8 @@
 """Log-probabilities of choices: against a plain scorer, one request at a time, and what does not fit the window."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +12,14 @@ import pytest
 from siamese_jax.data.tokenizer import ByteTokenizer
 from siamese_jax.errors import InputError
 from siamese_jax.evaluation.task_scoring import (
+    Piece,
     TaskScorer,
+    _continuation_scores,
     bucket_of,
     encode,
     encode_choices,
     score_choices,
+    slice_of,
 )
 from siamese_jax.models.families import parameter_shapes
 from siamese_jax.models.language import LanguageConfig, LanguageModel
@@ -167,6 +172,28 @@ def test_batches_hold_every_piece_once_the_longest_first(model, mesh):
     shapes = [batch["inputs"].shape for _, batch in found]
     assert shapes == sorted(shapes, key=lambda shape: -shape[1]) and all(a * b <= 128 + b for a, b in shapes)
     assert {batch["targets"].shape[1] for _, batch in found} <= {32, 48, 64}
+
+
+def test_logits_of_many_short_rows_are_no_larger_than_those_of_a_few_long_ones(mesh):
+    """Nothing has the size of batch x length x vocabulary, whatever the lengths of the requests."""
+    config = LanguageConfig(**SMALL | {"num_layers": 1}, vocab_size=4096, loss_slice=16)
+    model, window, rows = LanguageModel(config), 256, 2
+    params = parameter_shapes(config)
+    for length in (256, 32):
+        scorer = TaskScorer(model, mesh, window=window, batch_size=rows)
+        (_, batch), *_ = scorer.batches([Piece(np.zeros(length, np.int32), np.zeros(length, np.int32))] * 16)
+        assert batch["inputs"].size == rows * window
+        score = functools.partial(model.apply, window=window, method=_continuation_scores)
+        with jax.set_mesh(mesh):
+            text = (
+                jax.jit(score)
+                .lower({"params": params}, batch["inputs"], batch["targets"], batch["starts"])
+                .as_text()
+            )
+        sizes = [math.prod(map(int, dims.split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+4096)xf32>", text)]
+        assert max(sizes) == rows * config.loss_slice * 4096
+    assert [slice_of(length, 256, 16) for length in (256, 128, 32, 8, 1)] == [16, 8, 2, 1, 1]
+    assert slice_of(32, 256, 0) == 0
 
 
 def test_a_continuation_without_tokens_cannot_be_scored():

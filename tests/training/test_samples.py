@@ -25,7 +25,7 @@ def test_a_step_is_written_once_and_what_lies_behind_it_goes(tmp_path):
         write_samples(tmp_path, step, [{"prompt": "", "text": text}])
     assert [step for step, _ in read(tmp_path)] == [3, 6]
     with open(tmp_path / SAMPLES, "a") as file:
-        file.write('{"step": 7, "te')  # as a copy that was cut off
+        file.write('{"step": "6"}\n{"step": null}\n[6]\n{"step": 7, "te')  # as a copy that was cut off
     write_samples(tmp_path, 9, [{"prompt": "", "text": "e"}])
     assert [step for step, _ in read(tmp_path)] == [3, 6, 9]
     write_samples(tmp_path, 7, [])
