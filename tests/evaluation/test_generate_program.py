@@ -10,10 +10,10 @@ import sys
 import types
 
 import pytest
+from programs import ROOT, SAMPLE, shared_place, undisturbed
 
 from siamese_jax.data.tokenizer import ByteTokenizer
 from siamese_jax.evaluation import generate
-from tests.programs import ROOT, SAMPLE, shared_place, undisturbed
 
 PROGRAM = "siamese_jax/evaluation/generate.py"
 

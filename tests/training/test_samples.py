@@ -4,10 +4,10 @@ import json
 import shutil
 
 import pytest
+from programs import records, shared_place, undisturbed
 
 from siamese_jax.errors import FaultError
 from siamese_jax.training.samples import SAMPLES, write_samples
-from tests.programs import records, shared_place, undisturbed
 
 
 @pytest.fixture(scope="module")
