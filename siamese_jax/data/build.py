@@ -1,4 +1,4 @@
-"""Writes token stores: tokenises documents, in several processes if wanted, or indexes arrays of tokens.
+"""Writes token stores: tokenises documents, in several processes if wanted.
 
 The same documents and tokenizer give the same bytes, whatever the number of processes and however often the work
 was interrupted.
@@ -9,18 +9,15 @@ import collections
 import concurrent.futures
 import concurrent.futures.process
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import shutil
 import signal
 import threading
-import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,16 +25,15 @@ import numpy as np
 from tqdm import tqdm
 
 from siamese_jax.data.sources import Reading
-from siamese_jax.data.store import FORMAT_VERSION, TokenStore, is_store, partial_of, read_meta, token_type
-from siamese_jax.data.token_arrays import TokenArray
+from siamese_jax.data.store import FORMAT_VERSION, TokenStore, token_type
+from siamese_jax.data.writing import JOURNAL, LENGTHS, folder_beside, place_of, publish, write_meta
 from siamese_jax.errors import FaultError, InputError
 
 Documents = Iterable[tuple[str, str]]
 
+TOKENS = "tokens.bin"
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 4096
-_SCAN_TOKENS = 1 << 24
-_UNFINISHED = ("journal.jsonl", "lengths.bin", "sizes.bin", "lock")
 
 
 class Encoded(NamedTuple):
@@ -87,55 +83,13 @@ def build_store(
         reading: of the documents, total and unit: of its places, for the time left.
         origin: what meta.json tells of where the documents came from.
     """
-    path = Path(path)
-    if path.exists() and not (path.is_dir() and (is_store(path) or not any(path.iterdir()))):
-        raise InputError(f"{path} exists and is not a token store: choose another path or remove it")
-    reading = reading or Reading()
-    with _folder_beside(path, resume) as folder:
+    path, reading = place_of(path), reading or Reading()
+    with folder_beside(path, resume) as folder:
         bar = Progress(path.name, progress, reading, total, unit)
         with bar.bar, Writer(folder, tokenizer) as writer:
             writer.take(_batches(documents), workers, bar)
             writer.finish(path.name, ({"duplicates": reading.duplicates}) | ({"origin": origin} if origin else {}))
-        return _publish(folder, path)
-
-
-@contextlib.contextmanager
-def _folder_beside(path: Path, resume: bool) -> Iterator[Path]:
-    """A folder to write a store in, removed at the end unless its work can go on; a full disk is one line."""
-    folder = partial_of(path) if resume else path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=resume)
-    except OSError as error:
-        raise InputError(
-            f"cannot write a token store below {path.parent}: {error.strerror}: choose another folder"
-        ) from error
-    try:
-        with _locked(folder, path):
-            try:
-                yield folder
-            except BaseException:
-                journal = folder / "journal.jsonl"
-                if not (resume and journal.is_file() and journal.read_bytes().count(b"\n") > 1):
-                    shutil.rmtree(folder, ignore_errors=True)  # not a single batch is done
-                raise
-    except OSError as error:
-        raise FaultError(
-            f"cannot write the token store {path}: {error.strerror or error}: free space or "
-            "choose another folder, then start again"
-        ) from error
-    finally:
-        if not resume:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, path: Path) -> Iterator[None]:
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"another process prepares {path}: wait for it, or choose another folder") from error
-        yield
+        return publish(folder, path)
 
 
 class Writer:
@@ -167,24 +121,24 @@ class Writer:
         self._open()
         for batch, encoded in _encode_all(batches, self._tokenizer, workers):
             sizes = self._note(batch)
-            block = encoded.tokens.astype(self._kind, copy=False)
-            self._lengths.extend(encoded.lengths.tolist())
+            block, lengths = encoded.tokens.astype(self._kind, copy=False), encoded.lengths.astype("<i8")
+            self._lengths.frombytes(lengths.tobytes())
             self._digest.update(block)
             line = {
-                "texts": _digest_of(batch), "tokens": len(block), "documents": len(batch), "crc": zlib.crc32(block),
+                "texts": _digest_of(batch), "tokens": len(block), "documents": len(batch),
+                "crc": zlib.crc32(lengths, zlib.crc32(block)),
             }  # fmt: skip
             for name, values in (
-                ("tokens.bin", block), ("lengths.bin", encoded.lengths.astype("<i8")), ("sizes.bin", sizes),
+                (TOKENS, block), (LENGTHS, lengths), (JOURNAL, json.dumps(line).encode() + b"\n"),
             ):  # fmt: skip
                 self._files[name].write(values)
                 self._files[name].flush()
-            self._files["journal.jsonl"].write(json.dumps(line).encode() + b"\n")
-            self._files["journal.jsonl"].flush()
             bar.add(int(sizes.sum()))
 
     def finish(self, name: str, extra: dict) -> None:
         """Completes the folder; extra: more for meta.json."""
         if not sum(self._sizes):
+            (self._folder / JOURNAL).unlink(missing_ok=True)  # there is nothing that could go on
             raise InputError(
                 f"the corpus for {name} is empty ({len(self._sizes)} documents, 0 bytes of text): give it text"
             )
@@ -193,31 +147,27 @@ class Writer:
         np.save(self._folder / "documents.npy", starts)
         np.save(self._folder / "bytes.npy", np.array(self._sizes, "<i8"))
         write_meta(self._folder, self._tokenizer, starts, self._sizes, self._sources, self._digest, extra)
-        for file in _UNFINISHED:
-            (self._folder / file).unlink(missing_ok=True)
 
     def _found(self) -> list[dict]:
         """Lines of the journal whose data are there and whole; of a journal of another tokenizer none."""
         try:
-            head, *lines = (self._folder / "journal.jsonl").read_bytes().split(b"\n")[:-1]
+            head, *lines = (self._folder / JOURNAL).read_bytes().split(b"\n")[:-1]
             if json.loads(head) != self._head():
                 return []
             lines = [json.loads(line) for line in lines]
         except (OSError, ValueError):
             return []
         sound = []
-        with contextlib.suppress(OSError), (self._folder / "tokens.bin").open("rb") as file:
+        with contextlib.suppress(OSError), self._read(TOKENS) as tokens, self._read(LENGTHS) as lengths:
             for line in lines:
-                block = file.read(line["tokens"] * self._kind.itemsize)
-                if zlib.crc32(block) != line["crc"]:
+                block = tokens.read(line["tokens"] * self._kind.itemsize)
+                if zlib.crc32(lengths.read(8 * line["documents"]), zlib.crc32(block)) != line["crc"]:
                     break
                 sound.append(line)
-        documents = sum(line["documents"] for line in sound)
-        for name in ("lengths.bin", "sizes.bin"):
-            file = self._folder / name
-            if not file.is_file() or file.stat().st_size < 8 * documents:
-                return []
         return sound
+
+    def _read(self, name: str):
+        return (self._folder / name).open("rb")
 
     def _head(self) -> dict:
         return {
@@ -231,10 +181,7 @@ class Writer:
         if not found:
             return batches
         kept = 0
-        with (
-            (self._folder / "lengths.bin").open("rb") as lengths,
-            (self._folder / "tokens.bin").open("rb") as tokens,
-        ):
+        with self._read(LENGTHS) as lengths, self._read(TOKENS) as tokens:
             for batch in batches:
                 if kept == len(found) or _digest_of(batch) != found[kept]["texts"]:
                     self.found = found[:kept]
@@ -258,18 +205,16 @@ class Writer:
 
     def _open(self) -> None:
         """Opens the files behind what counts in them."""
-        documents = sum(line["documents"] for line in self.found)
         ends = {
-            "tokens.bin": sum(line["tokens"] for line in self.found) * self._kind.itemsize,
-            "lengths.bin": 8 * documents,
-            "sizes.bin": 8 * documents,
+            TOKENS: sum(line["tokens"] for line in self.found) * self._kind.itemsize,
+            LENGTHS: 8 * sum(line["documents"] for line in self.found),
         }
         for name, end in ends.items():
             self._files[name] = (self._folder / name).open("r+b" if end else "wb")
             self._files[name].truncate(end)
             self._files[name].seek(end)
         # What stays in the journal is written over itself, so a kill here loses nothing.
-        path = self._folder / "journal.jsonl"
+        path = self._folder / JOURNAL
         journal = self._files[path.name] = path.open("r+b" if path.exists() else "wb")
         for line in [self._head(), *self.found]:
             journal.write(json.dumps(line).encode() + b"\n")
@@ -394,123 +339,3 @@ def _extend_source(sources: dict, source: str, document: int) -> None:
             "the documents of a source in one block"
         )
     sources[source] = (first, document)
-
-
-def write_meta(folder: Path, tokenizer, starts, sizes, sources: dict, digest, extra: dict) -> None:
-    """The last file of a store."""
-    meta = {
-        "format_version": FORMAT_VERSION,
-        "num_tokens": int(starts[-1]),
-        "num_documents": len(starts) - 1,
-        "num_bytes": int(sum(sizes)),
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "tokenizer": {
-            "name": tokenizer.name,
-            "spec": tokenizer.spec,
-            "end_of_text": tokenizer.wanted_end,
-            "fingerprint": tokenizer.fingerprint,
-        },
-        "sources": [
-            {"name": source, "first_document": first, "last_document": last}
-            for source, (first, last) in sources.items()
-        ],
-        **extra,
-        "fingerprint": digest.hexdigest(),
-        "complete": True,
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-
-
-def index_arrays(
-    arrays: Sequence[tuple[str, TokenArray]],
-    tokenizer,
-    path: str | Path,
-    progress: bool = True,
-    origin: dict | None = None,
-) -> TokenStore:
-    """A store of (source name, array) that lie elsewhere: only where their documents start is written.
-
-    Each array starts a document, and every end of text closes one. Raises InputError for ids that the tokenizer
-    does not have, and for arrays without an end of text. Bytes of text are counted where the tokenizer's ids tell
-    them, else by decoding.
-    """
-    path = Path(path)
-    lengths = tokenizer.byte_lengths()
-    digest, starts, sizes, sources = hashlib.sha256(), [], [], {}
-    before = 0
-    with _folder_beside(path, False) as folder:
-        total = sum(one.num_tokens for _, one in arrays)
-        with tqdm(total=total, unit="token", unit_scale=True, desc=f"indexing {path.name}", delay=2,
-                  disable=not progress, dynamic_ncols=True) as bar:  # fmt: skip
-            for name, one in arrays:
-                tokens = one.map()
-                own = _starts_of(tokens, tokenizer, one.path, digest, bar.update)
-                sources[name] = (len(starts), len(starts) + len(own) - 1)
-                sizes.extend(_sizes_of(tokens, own, tokenizer, lengths))
-                starts.extend((own + before).tolist())
-                before += len(tokens)
-        starts = np.array([*starts, before], "<i8")
-        digest.update(starts)
-        np.save(folder / "documents.npy", starts)
-        np.save(folder / "bytes.npy", np.array(sizes, "<i8"))
-        entries = {"arrays": [one.to_json() for _, one in arrays]} | ({"origin": origin} if origin else {})
-        write_meta(folder, tokenizer, starts, sizes, sources, digest, entries)
-        (folder / "lock").unlink(missing_ok=True)
-        return _publish(folder, path)
-
-
-def _starts_of(tokens: np.ndarray, tokenizer, path: Path, digest, done: Callable[[int], object]) -> np.ndarray:
-    """Where the documents of an array start, int64; at least one."""
-    found = [np.zeros(1, np.int64)]
-    for first in range(0, len(tokens), _SCAN_TOKENS):
-        block = np.ascontiguousarray(tokens[first : first + _SCAN_TOKENS])
-        digest.update(block)
-        lowest, highest = int(block.min()), int(block.max())
-        if highest >= tokenizer.vocab_size or lowest < 0:
-            wrong = highest if lowest >= 0 else lowest
-            place = first + int(np.flatnonzero(block == wrong)[0])
-            raise InputError(
-                f"{path} has the id {wrong} at token {place}, but {tokenizer.name} has {tokenizer.vocab_size}: "
-                "name the tokenizer that the array was made with"
-            )
-        found.append(first + 1 + np.flatnonzero(block == tokenizer.end_of_text))
-        done(len(block))
-    starts = np.concatenate(found)
-    if len(starts) == 1:
-        raise InputError(
-            f"{path} has no end of text (id {tokenizer.end_of_text} of {tokenizer.name}): name the tokenizer that "
-            "the array was made with, or its end of text with --end_of_text"
-        )
-    return starts[:-1] if starts[-1] == len(tokens) else starts
-
-
-def _sizes_of(tokens: np.ndarray, starts: np.ndarray, tokenizer, lengths: np.ndarray | None) -> list[int]:
-    """Bytes of text of each document."""
-    ends = [*starts[1:].tolist(), len(tokens)]
-    if lengths is None:
-        spans = zip(starts.tolist(), ends, strict=True)
-        return [len(tokenizer.decode(tokens[first:end].tolist()).encode("utf-8")) for first, end in spans]
-    sizes, group = [], 1024
-    for first in range(0, len(starts), group):
-        own = starts[first : first + group]
-        end = ends[min(first + group, len(starts)) - 1]
-        sizes.extend(np.add.reduceat(lengths[tokens[own[0] : end]], own - own[0], dtype=np.int64).tolist())
-    return sizes
-
-
-def _publish(folder: Path, path: Path) -> TokenStore:
-    try:
-        os.rename(folder, path)
-    except OSError:
-        if not is_store(path):
-            raise
-        # Another process was first. That is welcome if it wrote the same.
-        ours, theirs = read_meta(folder)["fingerprint"], json.loads((path / "meta.json").read_text())["fingerprint"]
-        if theirs != ours:
-            raise InputError(
-                f"{path} holds a store with another content ({theirs[:16]}, this one "
-                f"is {ours[:16]}): choose another path or remove it"
-            ) from None
-        shutil.rmtree(folder, ignore_errors=True)
-    return TokenStore.open(path)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class SentencePieceTokenizer:
         _need("sentencepiece", path)
         import sentencepiece
 
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         content = read_tokenizer_file(path)
         self.name, self.spec, self.wanted_end = path.name, str(path), end_of_text
         try:

@@ -70,8 +70,6 @@ def format_inspection(seen: dict) -> str:
         f"({seen['bytes_per_token']:.2f} a token), tokenizer {seen['tokenizer']['name']}, vocabulary "
         f"{seen['vocab_size']:,}, fingerprint {seen['fingerprint'][:16]}"
     ]
-    if seen["duplicates_left_out"]:
-        lines.append(f"  {seen['duplicates_left_out']:,} documents were left out: their text had come before")
     lines.append(
         "  tokens of a document: " + ", ".join(f"{name} {value:,.0f}" for name, value in seen["lengths"].items())
     )

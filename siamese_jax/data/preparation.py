@@ -5,23 +5,26 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from absl import flags
 
 from siamese_jax import program
-from siamese_jax.data import token_arrays
-from siamese_jax.data.build import build_store, index_arrays
+from siamese_jax.data.build import build_store
+from siamese_jax.data.index import index_arrays
 from siamese_jax.data.inspection import format_inspection, inspect_store
 from siamese_jax.data.prepared import PARTS, find_arrays, is_prepared, is_token_arrays, own_part
 from siamese_jax.data.sources import SPLITS, Reading, find_corpus
 from siamese_jax.data.store import TokenStore, is_store, partial_of, read_meta
+from siamese_jax.data.token_arrays import TokenArray
 from siamese_jax.data.tokenizer import make_tokenizer
-from siamese_jax.data.train_tokenizer import train_tokenizer
+from siamese_jax.data.train_tokenizer import check_size, train_tokenizer
+from siamese_jax.data.writing import place_of, tidy
 from siamese_jax.errors import InputError
 
 BOTH = "both"
 TOKENIZER = "tokenizer.json"
-_FEW_BYTES = 8 << 20  # below, starting processes takes longer than they save
+_FEW_BYTES = 64 << 20  # below, starting processes takes longer than they save
 flags.disclaim_key_flags()  # the flags belong to the program, and to its --help
 
 
@@ -46,7 +49,7 @@ def define_flags() -> None:
 
 def main() -> None:
     given = flags.FLAGS
-    out = Path(program.required("out")).expanduser()
+    out = Path(os.path.expanduser(program.required("out")))
     if not given.source and not given.inspect:
         raise InputError(
             "--source is missing: give it, or see --help (with --inspect alone, what is there is shown)"
@@ -66,11 +69,16 @@ def prepare(out: Path) -> dict:
         raise InputError(f"--out {out} is a file: name a folder")
     parts = {part: out / part for part in PARTS} if given.split == BOTH else {given.split: out}
     _check_layout(out)
-    tokenizer = _choose_tokenizer(out)
-    found = {
-        part: _find(part, tokenizer) for part in parts
-    }  # all that can be wrong with the input, before any work
-    done = {part: _make(part, path, tokenizer, *found[part]) for part, path in parts.items()}
+    # All that can be wrong with the input, before any work; of text a tokenizer is trained only after that.
+    tokenizer = None if given.train_tokenizer else make_tokenizer(given.tokenizer, given.end_of_text)
+    found = {part: _find(part, tokenizer) for part in parts}
+    for part, path in parts.items():
+        _check_same_input(path, found[part].origin)
+    if tokenizer is None:
+        tokenizer = _trained_tokenizer(out)
+    for path in parts.values():
+        _check_same_tokenizer(path, tokenizer)
+    done = {part: _make(path, tokenizer, found[part]) for part, path in parts.items()}
     return {
         "out": str(out),
         "tokenizer": tokenizer.spec,
@@ -80,7 +88,12 @@ def prepare(out: Path) -> dict:
 
 
 def _check_layout(out: Path) -> None:
-    """InputError where --out holds stores of the other layout, or something else in place of a part."""
+    """InputError where flags exclude each other, and where --out holds stores of the other layout."""
+    if flags.FLAGS.train_tokenizer:
+        check_size(flags.FLAGS.train_tokenizer)
+        for name in ("tokenizer", "end_of_text"):
+            if flags.FLAGS[name].present:
+                raise InputError(f"--train_tokenizer makes the tokenizer: leave --{name} out")
     both = flags.FLAGS.split == BOTH
     if both and (is_store(out) or partial_of(out).exists()):
         raise InputError(
@@ -90,28 +103,37 @@ def _check_layout(out: Path) -> None:
         raise InputError(f"{out} holds train/ and validation/: choose another --out, or leave --split out")
 
 
-def _choose_tokenizer(out: Path):
+def _trained_tokenizer(out: Path):
+    """The tokenizer of --train_tokenizer; the one in --out if it was trained on the same."""
     given = flags.FLAGS
-    if not given.train_tokenizer:
-        return make_tokenizer(given.tokenizer, given.end_of_text)
-    for name in ("tokenizer", "end_of_text"):
-        if given[name].present:
-            raise InputError(f"--train_tokenizer makes the tokenizer: leave --{name} out")
-    if is_token_arrays(given.source):
-        raise InputError(
-            f"{given.source} holds tokens, not text: name the tokenizer it was made with (--tokenizer)"
-        )
-    path = out / TOKENIZER
+    size, path = given.train_tokenizer, out / TOKENIZER if given.split == BOTH else _beside(out)
+    record = path.with_suffix(".trained_on.json")
+    part = "train" if given.split in (BOTH, "train") else given.split
+    corpus = _corpus(part)
+    of_now = {"size": size, "source": given.source, "part": part, "digest": _digest(_stamp_of(corpus))}
     if not path.exists():
-        own = "train" if given.split in (BOTH, "train") else given.split
-        train_tokenizer(_corpus(own), given.field, given.train_tokenizer, path, program.say_here)
-    tokenizer = make_tokenizer(str(path))
-    if tokenizer.vocab_size > given.train_tokenizer:
+        train_tokenizer(corpus, given.field, size, path, record, of_now, program.say_here)
+        return make_tokenizer(str(path))
+    try:
+        before = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if before != of_now:
+        was = f"was trained to {before['size']} tokens on {before['source']}" if _is_record(before) else "is there"
         raise InputError(
-            f"{path} is there and has {tokenizer.vocab_size} tokens, not {given.train_tokenizer}: remove it, or "
-            f"give --tokenizer={path} in place of --train_tokenizer"
+            f"{path} {was}, and not on the same files and options as now ({size} tokens): remove it, choose "
+            f"another --out, or give --tokenizer={path} in place of --train_tokenizer"
         )
-    return tokenizer
+    return make_tokenizer(str(path))
+
+
+def _beside(store: Path) -> Path:
+    """Where the tokenizer of a store lies whose folder is --out itself."""
+    return store.with_name(f"{store.name}.{TOKENIZER}")
+
+
+def _is_record(value) -> bool:
+    return isinstance(value, dict) and {"size", "source"} <= value.keys()
 
 
 def _corpus(part: str):
@@ -122,8 +144,16 @@ def _corpus(part: str):
     )  # fmt: skip
 
 
-def _find(part: str, tokenizer):
-    """(arrays or a corpus, what meta.json tells of their origin)."""
+class Found(NamedTuple):
+    """What is to be made: of a corpus, or of [(name, array)]. origin: what meta.json tells of it."""
+
+    corpus: Any
+    arrays: list[tuple[str, TokenArray]]
+    origin: dict
+
+
+def _find(part: str, tokenizer) -> Found:
+    """tokenizer: None where it is still to be trained."""
     given = flags.FLAGS
     source, own = given.source, part
     if part == "validation" and given.validation_source:
@@ -132,40 +162,73 @@ def _find(part: str, tokenizer):
         own = "all"
     if is_prepared(source):
         raise InputError(f"{source} is prepared already: set data.source to it")
+    corpus, arrays = None, []
     if is_token_arrays(source):
         for name in ("deduplicate", "field", "workers"):
             if given[name].present:
                 raise InputError(f"--{name} is about text, but {source} holds tokens: leave it out")
-        found = find_arrays(source, tokenizer, own, given.validation_fraction)
-        stamp = [(name, one.to_json()) for name, one in found]
+        if tokenizer is None:
+            raise InputError(f"{source} holds tokens, not text: name the tokenizer it was made with (--tokenizer)")
+        arrays = find_arrays(source, tokenizer, own, given.validation_fraction)
+        stamp = [[name, *one.stamp()] for name, one in arrays]
     else:
-        found = _corpus(part)
-        stamp = [found.stamp(), found.part.name, found.part.fraction, found.part.unique, given.field]
-    digest = hashlib.sha256(json.dumps(stamp).encode()).hexdigest()[:16]
-    return found, {"source": source, "part": own, "digest": digest}
+        corpus = _corpus(part)
+        stamp = _stamp_of(corpus)
+    return Found(corpus, arrays, {"source": source, "part": own, "digest": _digest(stamp)})
 
 
-def _make(part: str, path: Path, tokenizer, found, origin: dict) -> dict:
-    """The store of a part; what is there is taken if it was made from the same."""
+def _stamp_of(corpus) -> list:
+    part = corpus.part
+    return [corpus.stamp(), part.name, part.fraction, part.unique, flags.FLAGS.field]
+
+
+def _digest(stamp: list) -> str:
+    return hashlib.sha256(json.dumps(stamp).encode()).hexdigest()[:16]
+
+
+def _is_there(path: Path) -> bool:
+    return is_store(path) and not partial_of(path).exists()
+
+
+def _check_same_input(path: Path, origin: dict) -> None:
+    """InputError where a store would be written over, or was made from something else."""
+    if not _is_there(path):
+        place_of(path)
+        return
+    meta = read_meta(path)
+    if meta.get("origin") != origin:
+        raise InputError(
+            f"{path} was made from {meta.get('origin', {}).get('source', 'something else')}, and its files or "
+            "options were others than now: remove it or choose another --out"
+        )
+
+
+def _check_same_tokenizer(path: Path, tokenizer) -> None:
+    if not _is_there(path):
+        return
+    made = read_meta(path)["tokenizer"]
+    if made["fingerprint"] != tokenizer.fingerprint:
+        raise InputError(
+            f"{path} was made with the tokenizer {made.get('spec', made['name'])} ({made['fingerprint']}), not "
+            f"with {tokenizer.spec} ({tokenizer.fingerprint}): remove it or choose another --out"
+        )
+
+
+def _make(path: Path, tokenizer, found: Found) -> dict:
+    """The store of a part; what is there was made from the same."""
     given, began = flags.FLAGS, time.monotonic()
-    if is_store(path) and not partial_of(path).exists():
-        meta = read_meta(path)
-        if meta.get("origin") != origin or meta["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            raise InputError(
-                f"{path} was made from {meta.get('origin', {}).get('source', 'something else')} with "
-                f"{meta['tokenizer']['name']}, and its files, options or tokenizer were others than now: remove it "
-                "or choose another --out"
-            )
+    if _is_there(path):
+        tidy(path)
         return _told(TokenStore.open(path), None)
     if partial_of(path).exists():
         program.say_here(f"{path} was begun before: what is done is checked and kept")
-    if isinstance(found, list) and isinstance(found[0][1], token_arrays.TokenArray):
-        store = index_arrays(found, tokenizer, path, origin=origin)
+    if found.arrays:
+        store = index_arrays(found.arrays, tokenizer, path, origin=found.origin)
     else:
-        reading = Reading()
+        corpus, reading = found.corpus, Reading()
         store = build_store(
-            found.documents(given.field, reading), tokenizer, path, workers=_workers(found),
-            resume=True, reading=reading, total=found.size, unit=found.unit, origin=origin,
+            corpus.documents(given.field, reading), tokenizer, path, workers=_workers(corpus),
+            resume=True, reading=reading, total=corpus.size, unit=corpus.unit, origin=found.origin,
         )  # fmt: skip
     return _told(store, time.monotonic() - began)
 
@@ -179,6 +242,7 @@ def _told(store: TokenStore, seconds: float | None) -> dict:
     """What the result tells of a store; seconds: that its making took, None where it was there."""
     return {
         "path": str(store.path),
+        "source": store.meta.get("origin", {}).get("source", ""),
         "documents": store.num_documents,
         "tokens": store.num_tokens,
         "bytes": store.num_bytes,
@@ -196,12 +260,22 @@ def _parts_there(out: Path) -> dict:
 
 
 def _tokenizer_of(store: TokenStore):
-    """The tokenizer that a store was made with; InputError where it cannot be had any more."""
+    """The tokenizer that a store was made with, from its place or from beside the store; InputError without it."""
     made = store.meta["tokenizer"]
-    tokenizer = make_tokenizer(made.get("spec", made["name"]), made.get("end_of_text", ""))
-    if tokenizer.fingerprint != made["fingerprint"]:
-        raise InputError(f"{tokenizer.spec} has changed since {store.path} was made: restore the file")
-    return tokenizer
+    spec = made.get("spec", made["name"])
+    path = store.path.absolute()
+    beside = [path / TOKENIZER, path.parent / TOKENIZER, _beside(path)]
+    reason = None
+    for one in (spec, *(str(path) for path in beside if path.exists())):
+        try:
+            tokenizer = make_tokenizer(one, made.get("end_of_text", ""))
+        except InputError as error:
+            reason = reason or error
+            continue
+        if tokenizer.fingerprint == made["fingerprint"]:
+            return tokenizer
+    why = str(reason) if reason else f"{spec} has changed since {store.path} was made: restore the file"
+    raise InputError(f"{why} (the tokenizer of {store.path} is {made['fingerprint']})")
 
 
 def as_text(result: dict) -> str:
@@ -209,12 +283,16 @@ def as_text(result: dict) -> str:
     lines = []
     for name, part in result["parts"].items():
         took = "was there already" if part["seconds"] is None else f"{part['seconds']:.1f} s"
-        duplicates = part["duplicates_left_out"]
-        left_out = f", {duplicates:,} duplicates left out" if duplicates else ""
         lines.append(
-            f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes{left_out}"
+            f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes"
             f" in {part['path']} ({took}, fingerprint {part['fingerprint'][:16]})"
         )
+    # Of one source in two parts it is the same number, of duplicates that are in neither.
+    for source, number in {
+        part["source"]: part["duplicates_left_out"] for part in result["parts"].values()
+    }.items():
+        if number:
+            lines.append(f"{number:,} duplicates left out of {source}")
     for part in result["parts"].values():
         if "inspection" in part:
             lines += ["", format_inspection(part["inspection"])]

@@ -17,7 +17,7 @@ Sources
                       the arrays are read where they lie
 Tokenizers (--tokenizer): bytes, a tokenizer.json of Hugging Face's tokenizers, a .model of SentencePiece (pip
 install sentencepiece), tiktoken:ENCODING (pip install tiktoken). --train_tokenizer=SIZE trains a byte-level BPE on
-the training part and puts it into --out as tokenizer.json.
+the training part and puts it into --out as tokenizer.json; with --split on that part, as OUT.tokenizer.json.
 
 --out gets train/ and validation/, or with --split=all (train, validation) that one part itself. Documents keep
 their order; an end of text closes each. The bytes written do not depend on --workers. Killed or stopped, the same

@@ -4,14 +4,13 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from siamese_jax.data import token_arrays
-from siamese_jax.data.build import build_store, index_arrays
+from siamese_jax.data.build import build_store
 from siamese_jax.data.formats import ENDINGS, ending_of
+from siamese_jax.data.index import index_arrays
 from siamese_jax.data.naming import source_names
 from siamese_jax.data.sources import (
     Part,
@@ -22,14 +21,14 @@ from siamese_jax.data.sources import (
     is_tfds,
     local_files,
     names_split,
+    visible_files,
 )
 from siamese_jax.data.store import FORMAT_VERSION, TokenStore, is_store, partial_of
 from siamese_jax.data.token_arrays import TokenArray
+from siamese_jax.data.writing import sweep
 from siamese_jax.errors import InputError
 
 PARTS = ("train", "validation")
-
-_LEFTOVER_SECONDS = 24 * 3600
 
 
 def prepare_store(
@@ -60,12 +59,13 @@ def prepare_store(
     if is_prepared(source):
         return _open_prepared(source, split, tokenizer)
     part = "all" if validation_source else split
-    folder = Path(cache_dir).expanduser() if str(cache_dir) else default_cache_dir()
+    folder = Path(os.path.expanduser(cache_dir)) if str(cache_dir) else default_cache_dir()
     label = re.sub(r"[^A-Za-z0-9]+", "-", Path(source).stem)[:40].strip("-")
     if is_token_arrays(source):
         arrays = find_arrays(source, tokenizer, part, validation_fraction)
-        path = folder / f"{label}-{split}-{_key([_stamp(name, one) for name, one in arrays], tokenizer)}"
+        path = folder / f"{label}-{split}-{_key([[name, *one.stamp()] for name, one in arrays], tokenizer)}"
         if not path.exists():
+            sweep(folder, ".*.tmp")
             return index_arrays(arrays, tokenizer, path, progress)
         return TokenStore.open(path)
     corpus = find_corpus(source, split, validation_source, validation_fraction, data_dir=data_dir)
@@ -75,7 +75,7 @@ def prepare_store(
     )
     if path.exists():
         return TokenStore.open(path)
-    _sweep(folder)
+    sweep(folder, ".*.tmp")
     reading = Reading()
     return build_store(
         corpus.documents(field, reading), tokenizer, path, progress, reading=reading, total=corpus.size,
@@ -129,14 +129,14 @@ def default_cache_dir() -> Path:
 
 def is_prepared(source: str) -> bool:
     """Whether a source is a folder that a preparation made, or has begun to make."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     folders = (path, *(path / part for part in PARTS))
     # os.path: a long list of files is no path, which pathlib takes for an error.
     return any(os.path.isfile(folder / "meta.json") or os.path.exists(partial_of(folder)) for folder in folders)
 
 
 def _open_prepared(source: str, split: str, tokenizer) -> TokenStore:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if is_store(path) or partial_of(path).exists():
         if split == "validation":
             raise InputError(
@@ -157,13 +157,29 @@ def _open_prepared(source: str, split: str, tokenizer) -> TokenStore:
 
 
 def is_token_arrays(source: str) -> bool:
-    """Whether a source names arrays of tokens and not text."""
+    """Whether a source names arrays of tokens and not text; InputError for a folder that has both, or stores."""
     entries = [entry.strip() for entry in source.split(",") if entry.strip()]
-    if len(entries) == 1 and Path(entries[0]).is_dir():
-        files = [path for path in Path(entries[0]).rglob("*") if path.is_file()]
-        has_arrays = any(ending_of(path, token_arrays.ENDINGS) for path in files)
-        return has_arrays and not any(ending_of(path, ENDINGS) for path in files)
+    # os.path: a long name is no path, which pathlib takes for an error.
+    if len(entries) == 1 and os.path.isdir(folder := os.path.expanduser(entries[0])):
+        return _holds_arrays(Path(folder))
     return bool(entries) and all(ending_of(Path(entry), token_arrays.ENDINGS) for entry in entries)
+
+
+def _holds_arrays(folder: Path) -> bool:
+    files = visible_files(folder)
+    store = next((path.parent for path in files if path.name == "tokens.bin" and is_store(path.parent)), None)
+    if store is not None:
+        raise InputError(f"{folder} holds prepared stores, such as {store}: name one of them")
+    arrays, texts = (
+        next((path for path in files if ending_of(path, endings)), None)
+        for endings in (token_arrays.ENDINGS, ENDINGS)
+    )
+    if arrays and texts:
+        raise InputError(
+            f"{folder} holds tokens ({arrays.name}) and text ({texts.name}): name those that are meant, as "
+            f"'{folder}/*{arrays.suffix}'"
+        )
+    return arrays is not None
 
 
 def find_arrays(source: str, tokenizer, part: str, fraction: float) -> list[tuple[str, TokenArray]]:
@@ -176,21 +192,6 @@ def find_arrays(source: str, tokenizer, part: str, fraction: float) -> list[tupl
     if checked(Part(part, fraction)).name == "all":
         return arrays
     return token_arrays.cut(arrays, tokenizer.end_of_text, part, fraction)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what killed preparations left behind; a live one writes far more often than once a day."""
-    for leftover in folder.glob(".*.tmp"):
-        try:
-            changed = max(item.stat().st_mtime for item in (leftover, *leftover.iterdir()))
-        except OSError:  # its owner has just finished
-            continue
-        if time.time() - changed > _LEFTOVER_SECONDS:
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _stamp(name: str, array: TokenArray) -> list:
-    return [name, array.to_json(), array.path.stat().st_mtime_ns]
 
 
 def _key(parts: list, tokenizer) -> str:

@@ -159,7 +159,8 @@ def find_corpus(
 def is_tfds(source: str) -> bool:
     """Whether a source is a data set of TFDS."""
     # os.path: a long list of files is no path, which pathlib takes for an error.
-    return source.startswith("tfds:") or os.path.exists(os.path.join(source, "dataset_info.json"))
+    folder = os.path.expanduser(source)
+    return source.startswith("tfds:") or os.path.exists(os.path.join(folder, "dataset_info.json"))
 
 
 def names_split(source: str) -> bool:
@@ -230,7 +231,7 @@ def _sotu_split(name: str) -> str:
 
 def local_files(source: str, endings: tuple[str, ...]) -> tuple[SourceFile, ...]:
     """The files of a path, folder, glob or list of these; InputError where one is missing or has another ending."""
-    whole = [source] if os.path.exists(source) else source.split(",")
+    whole = [source] if os.path.exists(os.path.expanduser(source)) else source.split(",")
     entries = [entry.strip() for entry in whole if entry.strip()]
     if not entries:
         raise InputError(f"the source is '{source}': name a file, a folder, a glob, a list of these, or 'sotu'")
@@ -247,7 +248,7 @@ def local_files(source: str, endings: tuple[str, ...]) -> tuple[SourceFile, ...]
 
 
 def _entry_files(entry: str, endings: tuple[str, ...]) -> list[Path]:
-    path = Path(entry).expanduser()
+    path = Path(os.path.expanduser(entry))
     if path.is_dir():
         return _folder_files(path, endings)
     if not path.exists():
@@ -257,10 +258,15 @@ def _entry_files(entry: str, endings: tuple[str, ...]) -> list[Path]:
     return [_known(path, endings)]
 
 
-def _folder_files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    paths = sorted(path for path in folder.rglob("*") if ending_of(path, endings) and path.is_file())
+def visible_files(folder: Path) -> list[Path]:
+    """The files below a folder, in order, but those that are hidden or in a hidden folder."""
     hidden = re.compile(r"(^|/)\.")
-    visible = [path for path in paths if not hidden.search(path.relative_to(folder).as_posix())]
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path for path in paths if not hidden.search(path.relative_to(folder).as_posix())]
+
+
+def _folder_files(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    visible = [path for path in visible_files(folder) if ending_of(path, endings)]
     if not visible:
         raise InputError(
             f"the folder {folder} holds no file with a known ending ({', '.join(endings)}): "

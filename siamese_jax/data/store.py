@@ -21,7 +21,7 @@ COUNTS = ("vocab_size", "end_of_text", "num_tokens", "num_documents", "num_bytes
 
 
 class TokenStore:
-    """An opened token store; made by `build.build_store` and `build.index_arrays`.
+    """An opened token store; made by `build.build_store` and `index.index_arrays`.
 
     tokens: uint16 or uint32 [num_tokens]; document_starts: int64 [num_documents + 1]; document_bytes: int64
     [num_documents]; all memory-mapped. sources: file name -> (first_document, last_document), both included.

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import os
 import pkgutil
 
 from absl import logging as absl_logging
@@ -26,7 +27,7 @@ def find_builder(source: str, data_dir: str = ""):
     if source.startswith("tfds:"):
         return _named(tfds, source.removeprefix("tfds:"), data_dir)
     try:
-        return tfds.builder_from_directory(source)
+        return tfds.builder_from_directory(os.path.expanduser(source))
     except Exception as error:  # whatever the readers of broken files bring up
         reason = " ".join(str(error).split())[:90]
         raise InputError(f"{source} is not a prepared data set of TFDS: {reason}") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from siamese_jax.data.sources import Part, Reading, checked
@@ -19,6 +20,7 @@ class TfdsCorpus:
     examples: Any
     version: str
     part: Part
+    folder: str  # of its files
     unit = "example"
 
     @property
@@ -28,7 +30,9 @@ class TfdsCorpus:
 
     def stamp(self) -> list:
         """What changes when the data set does."""
-        return ["tfds", self.version, len(self.examples)]
+        files = sorted(path for path in Path(self.folder).iterdir() if path.is_file())
+        stats = [(path.name, path.stat()) for path in files]
+        return ["tfds", self.version, len(self.examples), *((name, s.st_size, s.st_mtime_ns) for name, s in stats)]
 
     def documents(self, field: str = "text", reading: Reading | None = None) -> Iterator[tuple[str, str]]:
         """Yields (name, text); InputError for a missing field, one that is no text, and broken files."""
@@ -53,7 +57,7 @@ def _text_of(example: dict, field: str, place: str) -> str:
         names = ", ".join(f'"{name}"' for name in example)
         raise InputError(f'{place} has no field "{field}"; its fields are {names}: name one of them as field')
     value = example[field]
-    value = value.item() if hasattr(value, "item") else value
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(value, str):
         return value
     if not isinstance(value, bytes):
@@ -103,4 +107,4 @@ def find_tfds_text(source: str, data_dir: str, part: Part, whole: str = "") -> T
     if not length:
         raise InputError(f"{source}: the split {split!r} has no example: name another one")
     version = f"{builder.data_path} {builder.name} {builder.info.config_name or ''} {builder.version} {split}"
-    return TfdsCorpus(f"{plain} {split}", examples, version, checked(part))
+    return TfdsCorpus(f"{plain} {split}", examples, version, checked(part), str(builder.data_path))

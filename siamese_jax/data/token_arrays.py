@@ -19,11 +19,13 @@ ENDINGS = (".npy", ".bin")
 _MAGIC = b"\x93NUMPY"
 _SHARD_MAGIC, _SHARD_HEADER = 20240520, 1024  # of llm.c and what followed it: 256 int32, then uint16
 _PROBE_BYTES = 1 << 16
+_BETWEEN, _BETWEEN_BYTES = 62, 1 << 12
+_FEWEST_PAIRS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenArray:
-    """A part of a file. offset: in bytes; probe: a checksum of the file's first and last bytes."""
+    """A part of a file. offset: in bytes; probe: a checksum of its first, its last and some bytes between them."""
 
     path: Path
     offset: int
@@ -46,6 +48,8 @@ class TokenArray:
             offset, kind, size = _numpy_layout(path)
         elif len(head) == 8 and int.from_bytes(head[:4], "little") == _SHARD_MAGIC:
             offset, kind = _SHARD_HEADER, np.dtype("<u2")
+        elif kind.itemsize == 2 and _are_halves(path):
+            kind = np.dtype("<u4")
         data = size - offset
         if data <= 0 or data % kind.itemsize:
             raise InputError(
@@ -71,9 +75,16 @@ class TokenArray:
         """Plain values."""
         return dataclasses.asdict(self) | {"path": str(self.path)}
 
+    def stamp(self) -> list:
+        """What changes when the file does."""
+        return [self.to_json(), self.path.stat().st_mtime_ns]
+
     def map(self) -> np.ndarray:
         """The tokens, memory-mapped, [num_tokens]."""
-        return np.memmap(self.path, self.kind, "r", self.offset, (self.num_tokens,)).view(np.ndarray)
+        try:
+            return np.memmap(self.path, self.kind, "r", self.offset, (self.num_tokens,)).view(np.ndarray)
+        except (OSError, ValueError) as error:  # gone, or shorter now
+            raise InputError(f"cannot read {self.path}: {error}: put the file back") from error
 
 
 def _numpy_layout(path: Path) -> tuple[int, np.dtype, int]:
@@ -87,11 +98,24 @@ def _numpy_layout(path: Path) -> tuple[int, np.dtype, int]:
     return array.offset, array.dtype, array.offset + array.nbytes
 
 
-def _probe(path: Path, size: int) -> int:
+def _are_halves(path: Path) -> bool:
+    """Whether a file without a header holds ids of four bytes: every second number of two bytes is then 0."""
     with path.open("rb") as file:
-        first = file.read(_PROBE_BYTES)
+        start = file.read(_PROBE_BYTES)
+    pairs = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2)
+    return len(pairs) >= _FEWEST_PAIRS and not pairs[:, 1].any() and bool(pairs[:, 0].any())
+
+
+def _probe(path: Path, size: int) -> int:
+    """A checksum of both ends, and of blocks that are evenly spaced between them."""
+    found = 0
+    with path.open("rb") as file:
+        found = zlib.crc32(file.read(_PROBE_BYTES))
+        for number in range(1, _BETWEEN + 1):
+            file.seek(size * number // (_BETWEEN + 1))
+            found = zlib.crc32(file.read(_BETWEEN_BYTES), found)
         file.seek(max(0, size - _PROBE_BYTES))
-        return zlib.crc32(file.read(), zlib.crc32(first))
+        return zlib.crc32(file.read(), found)
 
 
 class Joined:

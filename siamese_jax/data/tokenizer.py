@@ -7,6 +7,7 @@ encode_batch, decode and byte_lengths, and can be sent to another process.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | Path, end_of_text: str = ""):
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         content = read_tokenizer_file(path)
         self.name, self.spec = path.name, str(path)
         self.wanted_end = end_of_text
@@ -113,6 +114,11 @@ def make_tokenizer(spec: str, end_of_text: str = ""):
             "given: leave the end of text empty"
         )
     return ByteTokenizer()
+
+
+def absolute_spec(spec: str) -> str:
+    """The same tokenizer, named so that it is found from any folder."""
+    return spec if spec == "bytes" or spec.startswith("tiktoken:") else os.path.abspath(os.path.expanduser(spec))
 
 
 def read_tokenizer_file(path: Path) -> bytes:

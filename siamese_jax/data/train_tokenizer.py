@@ -1,5 +1,6 @@
 """Trains a byte-level BPE on a corpus, with the `tokenizers` library."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,21 @@ END_OF_TEXT = "<|endoftext|>"
 LEAST = 257  # the bytes and the end of text
 
 
-def train_tokenizer(corpus, field: str, size: int, path: Path, say: Callable[[str], None]) -> None:
-    """Writes a tokenizer.json of at most `size` tokens, <|endoftext|> the first of them, whole or not at all.
-
-    Any text can be encoded: all bytes are tokens. Raises InputError for a size below these, FaultError where the
-    disk does not take the file.
-    """
+def check_size(size: int) -> None:
+    """InputError for a vocabulary that cannot hold the bytes."""
     if size < LEAST:
         raise InputError(f"--train_tokenizer is {size}: the bytes and the end of text alone are {LEAST}")
+
+
+def train_tokenizer(
+    corpus, field: str, size: int, path: Path, record: Path, trained_on: dict, say: Callable[[str], None]
+) -> None:
+    """Writes a tokenizer.json of at most `size` tokens, <|endoftext|> the first of them, whole or not at all.
+
+    Any text can be encoded: all bytes are tokens. Before it, `record` gets what it is `trained_on`. Raises
+    InputError for a size below these, FaultError where the disk does not take the files.
+    """
+    check_size(size)
     say(f"training a tokenizer of {size:,} tokens")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,6 +42,7 @@ def train_tokenizer(corpus, field: str, size: int, path: Path, say: Callable[[st
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(trained_on, indent=1), encoding="utf-8")
         beside.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         beside.replace(path)
     except OSError as error:

@@ -43,7 +43,7 @@ from tqdm import tqdm
 from siamese_jax import __version__, program
 from siamese_jax.checkpoint import open_weights, write_weights
 from siamese_jax.config import base_config, model_config, resolved
-from siamese_jax.data.tokenizer import make_tokenizer
+from siamese_jax.data.tokenizer import absolute_spec, make_tokenizer
 from siamese_jax.errors import FaultError, InputError
 from siamese_jax.interop import huggingface, images, reference
 from siamese_jax.interop.keys import read_json, read_yaml
@@ -261,7 +261,7 @@ def _tokenizer_of(source: str, given: str | None, say) -> tuple[str, str]:
     path = pathlib.Path(source)
     beside = (path if path.is_dir() else path.parent) / "tokenizer.json"
     spec = given or (str(beside.absolute()) if beside.is_file() else "bytes")
-    spec = spec if spec == "bytes" else str(pathlib.Path(spec).expanduser().absolute())
+    spec = absolute_spec(spec)
     fingerprint = make_tokenizer(spec).fingerprint
     if not given:
         why = " (none was given or found)" if spec == "bytes" else ""

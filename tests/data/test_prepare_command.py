@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,7 +65,8 @@ def test_parts_tokenizer_inspection_and_next_step(corpus, tmp_path):
     assert tokenizer.vocab_size == 300 == train.vocab_size
     first = tokenizer.decode(train.tokens[: train.document_starts[1]])
     assert first == json.loads(corpus.read_text().splitlines()[0])["text"]
-    for words in ("200 duplicates left out", "median", "document 0 (corpus.jsonl", first[:30], "vocab_size=300"):
+    assert text.count("200 duplicates") == 1
+    for words in ("median", "document 0 (corpus.jsonl", first[:30], "vocab_size=300"):
         assert words in text
     before = content(out)
     result = json.loads(run(*arguments, "--json")[0])  # the same again: everything is there
@@ -130,7 +132,7 @@ def test_an_interrupted_preparation_goes_on(interrupted, tmp_path, refuses):
     assert content(store.path) == whole(documents, tmp_path) and not partial_of(path).exists()
 
 
-@pytest.mark.parametrize("harm", ["tokens", "lengths", "journal", "torn", "document", "tokenizer"])
+@pytest.mark.parametrize("harm", ["tokens", "lengths", "length", "journal", "torn", "document", "tokenizer"])
 def test_what_was_done_is_checked(interrupted, tmp_path, harm):
     path, documents = interrupted
     folder = partial_of(path)
@@ -140,6 +142,10 @@ def test_what_was_done_is_checked(interrupted, tmp_path, harm):
             file.write(b"?")
     elif harm == "lengths":
         os.truncate(folder / "lengths.bin", 16)
+    elif harm == "length":
+        with (folder / "lengths.bin").open("r+b") as file:
+            file.seek(40)
+            file.write(b"\7")
     elif harm == "journal":
         (folder / "journal.jsonl").write_text("{broken\n")
     elif harm == "torn":
@@ -167,6 +173,34 @@ def test_a_full_disk_keeps_what_is_done(interrupted, tmp_path, monkeypatch):
     tokenizer = Counting()
     store = build_store(iter(documents), tokenizer, path, False, resume=True)
     assert tokenizer.calls == 0 and content(store.path) == whole(documents, tmp_path)
+
+
+def test_a_rename_that_fails_loses_nothing(interrupted, tmp_path, monkeypatch):
+    path, documents = interrupted
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(16, "Device or resource busy")))
+    with pytest.raises(FaultError, match="resource busy"):
+        build_store(iter(documents), ByteTokenizer(), path, False, resume=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "_BATCH_DOCUMENTS", 5)
+    tokenizer = Counting()
+    store = build_store(iter(documents), tokenizer, path, False, resume=True)
+    assert tokenizer.calls == 0 and content(store.path) == whole(documents, tmp_path)
+
+
+def test_places_that_a_store_cannot_take(tmp_path, monkeypatch, refuses):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    store = build_store([("a", "text")], ByteTokenizer(), tmp_path / "link", False, resume=True)
+    assert store.path == tmp_path / "elsewhere" and TokenStore.open(tmp_path / "link").num_documents == 1
+    monkeypatch.chdir(tmp_path / "store")
+    with refuses("is the current folder", "name a folder in it"):
+        build_store([("a", "text")], ByteTokenizer(), ".", False, resume=True)
+
+
+def test_a_corpus_without_text_leaves_nothing(tmp_path, refuses):
+    with refuses("is empty (2 documents"):
+        build_store([("a", ""), ("a", "")], ByteTokenizer(), tmp_path / "store", False, resume=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_preparation_of_the_same_folder_is_told(interrupted):
@@ -255,13 +289,48 @@ def test_folders_of_other_content_are_not_written_over(corpus, tmp_path):
     run(f"--source={corpus}", f"--out={out}")
     before = content(out)
     for arguments, words in [
+        ((f"--source={out}", f"--out={tmp_path / 'x'}", "--train_tokenizer=300"), ("prepared already",)),
         ((f"--source={corpus}", "--deduplicate"), ("was made from", "choose another --out")),
         ((f"--source={corpus}", "--split=all"), ("holds train/ and validation/",)),
         ((f"--source={out}", f"--out={tmp_path / 'x'}"), ("prepared already",)),
     ]:
         _, err = run(f"--out={out}", *arguments, code=2)
         assert len(err.splitlines()) == 1 and all(word in err for word in words), err
-    assert content(out) == before
+    assert content(out) == before and not (tmp_path / "x").exists()
+
+
+def test_a_tokenizer_in_the_folder_is_taken_only_if_it_was_trained_on_the_same(place, corpus, tmp_path):
+    def call(*options):
+        base = (f"--source={corpus}", f"--out={tmp_path / 'out'}", "--split=train")
+        return place.run(*base, *options, program="siamese_jax/data/prepare.py")
+
+    assert call("--train_tokenizer=300").code == 0
+    assert call("--train_tokenizer=300", "--inspect").code == 0  # again: all of it is there
+    shutil.rmtree(tmp_path / "out")  # as if interrupted before the store
+    for options in (("--train_tokenizer=280",), ("--train_tokenizer=300", "--deduplicate")):
+        ended = call(*options)
+        assert (ended.code, len(ended.err.splitlines())) == (2, 1), ended
+        assert (
+            "out.tokenizer.json was trained to 300 tokens" in ended.err
+            and "in place of --train_tokenizer" in ended.err
+        )
+    (tmp_path / "out.tokenizer.trained_on.json").unlink()
+    ended = call("--train_tokenizer=300")
+    assert ended.code == 2 and "tokenizer.json is there, and not on the same" in ended.err
+
+
+def test_a_moved_folder_can_be_looked_into(place, corpus, tmp_path, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    made = place.run(
+        f"--source={corpus}", f"--out={first}", "--train_tokenizer=300", program="siamese_jax/data/prepare.py"
+    )
+    assert made.code == 0
+    first.rename(second)
+    ended = place.run(f"--out={second}", "--inspect", program="siamese_jax/data/prepare.py")
+    assert ended.code == 0 and "document 0 (corpus.jsonl" in ended.out
+    (second / "tokenizer.json").unlink()
+    ended = place.run(f"--out={second}", "--inspect", program="siamese_jax/data/prepare.py")
+    assert ended.code == 2 and f"tokenizer {first / 'tokenizer.json'} does not exist" in ended.err
 
 
 def test_another_tokenizer_than_the_store_has(corpus, tmp_path, refuses):

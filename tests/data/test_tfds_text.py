@@ -1,11 +1,13 @@
 """Text of TFDS: read from prepared files, parted by its own splits, and said at once where it is not there."""
 
+import os
 import time
 
 import numpy as np
 import pytest
 
-from siamese_jax.data.prepared import own_part, prepare_store
+from siamese_jax.config import base_config
+from siamese_jax.data.prepared import open_domains, open_sources, own_part, prepare_store
 from siamese_jax.data.sources import Reading, find_corpus
 from siamese_jax.data.tokenizer import ByteTokenizer
 
@@ -37,9 +39,10 @@ def prepared(tmp_path_factory):
         Made.name = name
         Made(data_dir=folder, file_format="array_record").download_and_prepare()
 
-    text = {"text": tfds.features.Text(), "id": tfds.features.Scalar(dtype=np.int64)}
+    pair = tfds.features.Tensor(shape=(2,), dtype=np.int64)
+    text = {"text": tfds.features.Text(), "id": tfds.features.Scalar(dtype=np.int64), "pair": pair}
     with tfds.core.registered.skip_registration():
-        spell = lambda i: {"text": f"text {i} ß", "id": i}  # noqa: E731
+        spell = lambda i: {"text": f"text {i} ß", "id": i, "pair": [i, i]}  # noqa: E731
         make("parted_text", {"train": range(300), "test": range(300, 310)}, text, spell)
         make("single_text", {"train": range(40)}, text, spell)
     return folder
@@ -89,7 +92,39 @@ def test_what_cannot_be_read_is_said_at_once(prepared, refuses):
         ("tfds:parted_text:nothing", "text", ("'nothing'", "splits are train, test")),
         ("tfds:parted_text", "body", ('no field "body"', '"text"', '"id"')),
         ("tfds:parted_text", "id", ('field "id" is a int', "not a string")),
+        ("tfds:parted_text", "pair", ('field "pair" is a ndarray', "not a string")),
     ]:
         with refuses(*words):
             documents(source, "train", prepared, field)
     assert time.monotonic() - began < 60  # a download that cannot be had takes minutes to give up
+
+
+def test_files_that_were_made_again_are_read_again(prepared, tmp_path):
+    options = {"tokenizer": ByteTokenizer(), "cache_dir": tmp_path, "data_dir": str(prepared), "progress": False}
+    store = prepare_store("tfds:single_text", "all", **options)
+    (shard,) = (prepared / "single_text" / "1.0.0").glob("*array_record*")
+    os.utime(shard, ns=(1, 1))
+    assert prepare_store("tfds:single_text", "all", **options).path != store.path
+
+
+def test_another_set_for_validation(prepared, tmp_path):
+    """A named split is read whole; beside it a set with splits of its own trains on `train` alone."""
+    named = {"validation_source": "tfds:parted_text:train[:10%]"}
+    assert len(documents("tfds:single_text", "validation", prepared, **named)) == 30
+    assert len(documents("tfds:single_text", "train", prepared, **named)) == 40
+    other = {"validation_source": "tfds:single_text:train"}
+    assert len(documents("tfds:parted_text", "train", prepared, **other)) == 300
+    assert own_part("tfds:parted_text:train[:10%]") == "all"
+
+
+def test_named_sets_hold_out_the_share_of_the_run(prepared, tmp_path):
+    data = base_config().data
+    data.data_dir, data.cache_dir = str(prepared), str(tmp_path)
+    for fraction in (0.2, 0.6):
+        data.validation_fraction = fraction
+        (store,) = open_domains({"one": "tfds:single_text"}, data, ByteTokenizer(), False).values()
+        expected = documents("tfds:single_text", "validation", prepared, validation_fraction=fraction)
+        assert store.num_documents == len(expected)
+        data.validation_source = "tfds:single_text"
+        assert open_sources(data, "validation", ByteTokenizer(), False)[""].num_documents == len(expected)
+        data.validation_source = ""

@@ -1,5 +1,7 @@
 """Arrays of tokens that others wrote: read where they lie, cut where documents end, refused where they changed."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,10 @@ def test_arrays_that_are_none(write, tmp_path, refuses):
     wide.write_bytes(np.array([1, 300, 256], np.uint16).tobytes())
     with refuses(wide, "id 300 at token 1", "bytes has 257"):
         prepare(wide, tmp_path)
+    silent = tmp_path / "silent.bin"
+    silent.write_bytes(np.array([256, 256], np.uint16).tobytes())
+    with refuses(silent, "nothing but ends of text"):
+        prepare(silent, tmp_path)
     endless = tmp_path / "endless.bin"
     endless.write_bytes(np.array([1, 2], np.uint16).tobytes())
     with refuses(endless, "no end of text (id 256"):
@@ -129,11 +135,83 @@ def test_arrays_that_are_none(write, tmp_path, refuses):
         prepare(tmp_path / "nothing.bin", tmp_path)
 
 
-def test_what_counts_as_arrays(write, tmp_path):
+def test_what_counts_as_arrays(write, tmp_path, refuses, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.npy").write_bytes(b"")
     assert is_token_arrays(str(folder)) and is_token_arrays("x/*.npy, y.bin")
+    (folder / ".b.txt").write_text("hidden, so it does not count")
+    assert is_token_arrays(str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert is_token_arrays("~/folder")
     (folder / "b.txt").write_text("text")
+    with refuses(folder, "tokens (a.npy) and text (b.txt)", "/*.npy"):
+        is_token_arrays(str(folder))
+    (folder / "a.npy").unlink()
     assert not is_token_arrays(str(folder)) and not is_token_arrays("sotu") and not is_token_arrays("x.npy,y.txt")
+    assert not is_token_arrays(",".join(f"{name}.txt" for name in "abcdefghij" * 40))  # longer than a path may be
     assert TokenArray.find(write("c.bin", DOCUMENTS), 257).num_tokens == len(tokens_of(DOCUMENTS))
+
+
+def test_ids_of_four_bytes_are_known_without_a_header(tmp_path):
+    documents = ["some words", "others, so that there are enough"]
+    path = tmp_path / "wide.bin"
+    path.write_bytes(tokens_of(documents).astype("<u4").tobytes())
+    store = prepare(path, tmp_path)
+    assert store.tokens[0 : store.num_tokens].tolist() == tokens_of(documents).tolist()
+    assert store.document_bytes.tolist() == [len(text) for text in documents]
+
+
+def test_a_change_between_the_ends_is_noticed(tmp_path, refuses):
+    path = tmp_path / "long.bin"
+    tokens = np.full(400_000, 97, np.uint16)
+    tokens[-1] = 256
+    path.write_bytes(tokens.tobytes())
+    store = prepare(path, tmp_path)
+    tokens[190_000:210_000] = 98  # 5 % of it, in the middle
+    path.write_bytes(tokens.tobytes())
+    with refuses(path, "has changed", "prepare again"):
+        TokenStore.open(store.path)
+
+
+def test_a_rewritten_array_is_indexed_anew(write, tmp_path):
+    path = write("a.bin", DOCUMENTS)
+    store = prepare(path, tmp_path)
+    os.utime(path, ns=(1, 1))
+    assert prepare(path, tmp_path).path != store.path
+
+
+def test_a_document_may_run_through_the_end_of_an_array(write, tmp_path):
+    """Only all arrays together have to close one; each starts one, as nothing tells otherwise."""
+    first = tmp_path / "a.bin"
+    first.write_bytes(np.frombuffer(b"abc", np.uint8).astype(np.uint16).tobytes())
+    store = prepare(f"{first},{write('b.bin', ['de', 'f'])}", tmp_path)
+    assert store.document_bytes.tolist() == [3, 2, 1] and store.sources == {"a.bin": (0, 0), "b.bin": (1, 2)}
+
+
+def test_bytes_are_counted_by_decoding_where_ids_do_not_tell_them(write, tmp_path):
+    class Decoding(ByteTokenizer):
+        def byte_lengths(self):
+            return None
+
+    path = write("a.bin", [*DOCUMENTS, "ß"])
+    store = prepare_store(str(path), "all", tokenizer=Decoding(), cache_dir=tmp_path / "cache", progress=False)
+    assert store.document_bytes.tolist() == [len(text.encode()) for text in [*DOCUMENTS, "ß"]]
+
+
+def test_a_folder_of_prepared_stores_is_no_source(make_store, tmp_path, refuses):
+    store = make_store(DOCUMENTS)
+    with refuses(store.path.parent, "holds prepared stores", store.path, "name one"):
+        prepare(store.path.parent, tmp_path)
+
+
+def test_what_killed_calls_left_is_swept(write, tmp_path):
+    folder = tmp_path / "cache"
+    old, fresh = (folder / f".{name}.{'0' * 32}.tmp" for name in ("old", "fresh"))
+    for leftover in (old, fresh):
+        leftover.mkdir(parents=True)
+        (leftover / "lock").touch()
+    for path in (old, old / "lock"):
+        os.utime(path, (1, 1))
+    prepare(write("a.bin", DOCUMENTS), tmp_path)
+    assert not old.exists() and fresh.exists()
