@@ -20,7 +20,7 @@ import optax
 import pytest
 
 from siamese_jax import checkpoint as rooms
-from siamese_jax.checkpoint import Checkpoints, available_steps, read_about
+from siamese_jax.checkpoint import Checkpoints, available_steps, check_same, processes, read_about
 from siamese_jax.errors import FaultError, InputError
 
 ROOT = Path(__file__).parents[1]
@@ -509,3 +509,15 @@ def test_two_processes_share_one_verdict(tmp_path):
         step, state, _ = checkpoints.restore(shapes(make_state()))
     assert step == 3 and json.loads((tmp_path / "3" / "about.json").read_text())["about"] == ABOUT
     assert int(state.step) == 33
+
+
+def test_digests_that_differ_between_processes_are_refused(monkeypatch):
+    check_same("the questions", b"12345678")  # of one process there is nothing to compare
+    rows = np.array([list(b"same"), list(b"same"), list(b"else")], np.uint8)
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(processes, "barrier", lambda name: None)
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda own: rows)
+    with pytest.raises(InputError, match="the questions differ between process 0 and 2"):
+        check_same("the questions", b"same")
+    rows[2] = rows[0]
+    check_same("the questions", b"same")

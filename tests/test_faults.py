@@ -8,9 +8,8 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.faults import EVERY
-from tests.programs import ROOT
+from faults import EVERY
+from programs import ROOT
 
 
 def faults(folder, *options, timeout) -> dict:

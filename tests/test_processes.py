@@ -9,9 +9,8 @@ import shutil
 import socket
 
 import pytest
-
-from tests.image_place import Images
-from tests.programs import ROOT, checkpoints_of, records, shared_place
+from image_place import Images
+from programs import ROOT, checkpoints_of, records, shared_place
 
 MOST = 1e-5
 STEPS = ("training.steps=12", "checkpoint.every=6", "eval.every=6", "eval.max_windows=16", "training.batch_size=8")
@@ -184,21 +183,36 @@ def test_a_process_that_does_not_come(place):
     assert "fault: processes 1 and 2 of 3 did not start within 4 s" in ended.err
 
 
-def test_a_folder_that_is_not_shared(place):
-    """Two hosts with disks of their own: here two folders in which the same relative path means two places."""
-    folders = {i: place.folder / f"host_{i}" for i in range(2)}
+def elsewhere(place, program: str) -> tuple[str, dict[int, pathlib.Path]]:
+    """(a program that runs `program` in the folder $AT, a folder for each of two processes)."""
+    name = pathlib.Path(program).stem
+    folders = {i: place.folder / f"{name}_{i}" for i in range(2)}
     for folder in folders.values():
         folder.mkdir()
-    program = place.folder / "elsewhere.py"
-    program.write_text(
+    path = place.folder / f"{name}_elsewhere.py"
+    path.write_text(
         "import os, runpy, sys\n"
         "os.chdir(os.environ['AT'])\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(ROOT / program)!r}, run_name='__main__')\n"
     )
+    return str(path), folders
+
+
+def test_a_folder_that_is_not_shared(place):
+    """Two hosts with disks of their own: here two folders in which the same relative path means two places."""
+    program, folders = elsewhere(place, "train.py")
     words = "error: ", "--workdir runs/it is not shared", "process 1 does not see"
-    refused(place, place.arguments("runs/it", *STEPS), *words, program=str(program), at=folders)
+    refused(place, place.arguments("runs/it", *STEPS), *words, program=program, at=folders)
     assert not any(any(folder.iterdir()) for folder in folders.values())
+
+
+def test_files_of_prompts_that_differ(place, tmp_path):
+    program, folders = elsewhere(place, "siamese_jax/evaluation/generate.py")
+    for i, folder in folders.items():
+        (folder / "prompts.txt").write_text(f"prompt {i}\n")
+    arguments = [f"--workdir={tmp_path}", "--prompts=prompts.txt"]
+    refused(place, arguments, "error: ", "process 1 has other prompts", "process 0", program=program, at=folders)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_the_own_sets_of_a_run_are_taken_by_default(place, mixed, sources, tmp_p
     assert ended.code == 0, ended.err
     line = next(line for line in records(tmp_path / "run") if "validation/loss" in line)
     assert {"validation/bits_per_byte/x", "validation/bits_per_byte/y"} < line.keys()
+    result = json.loads(evaluate(place, tmp_path / "run", "--json", "--max_windows=1").out)
+    assert result["source"] == named.partition("=")[2]
 
 
 WRONG = [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,22 +28,33 @@ def train_tokenizer(
     """Writes a tokenizer.json of at most `size` tokens, <|endoftext|> the first of them, whole or not at all.
 
     Any text can be encoded: all bytes are tokens. Before it, `record` gets what it is `trained_on`. Raises
-    InputError for a size below these, FaultError where the disk does not take the files.
+    InputError for a size below these and a folder that cannot be written to, FaultError where the disk is full.
     """
     check_size(size)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(trained_on, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {record}: {error.strerror}: choose another --out") from error
+    try:
+        _train(corpus, field, size, path, say)
+    except BaseException:
+        record.unlink()
+        raise
+
+
+def _train(corpus, field: str, size: int, path: Path, say: Callable[[str], None]) -> None:
     say(f"training a tokenizer of {size:,} tokens")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=True,
+        show_progress=sys.stderr.isatty(),
     )  # fmt: skip
     tokenizer.train_from_iterator((text for _, text in corpus.documents(field, Reading())), trainer)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(trained_on, indent=1), encoding="utf-8")
         beside.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         beside.replace(path)
     except OSError as error:

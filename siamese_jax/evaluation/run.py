@@ -141,6 +141,12 @@ def open_stores(
     return _checked(run, first_process_first(lambda: open_sources(data, split, run.tokenizer)))
 
 
+def _own_source(config: ml_collections.ConfigDict, split: str) -> str:
+    """What a split of a run's own data is read from."""
+    for_validation = config.eval.domains or config.data.validation_source
+    return for_validation if split == "validation" and for_validation else config.data.source
+
+
 def _checked(run: OpenRun, stores: dict[str, TokenStore]) -> dict[str, TokenStore]:
     for store in stores.values():
         check_vocabulary(store, run.config.model.vocab_size)
@@ -219,7 +225,7 @@ def evaluate_language(
         figures = evaluator(weights.params, progress)
     return {
         **told(run, weights),
-        "source": domains or (run.config.data.source if source is None else source),
+        "source": source or domains or _own_source(run.config, split),
         "split": split,
         "length": run.config.data.length,
         "windows": num_windows,

@@ -43,9 +43,10 @@ def _odd_fact(name: str, mine: dict, others: list[dict]) -> str | None:
         return None
     same = [hello["index"] for hello in others if hello["facts"].get(name) == odd]
     verb = "has" if len(same) == 1 else "have"
+    other = "other" if name in ("arguments", "prompts") else "another"
     advice = ADVICE.get(name, f"start all with the same {one_line(name)}")
     return (
-        f"{names(same)} {verb} another {one_line(name)} ({_short(odd, expected)}) than process 0 "
+        f"{names(same)} {verb} {other} {one_line(name)} ({_short(odd, expected)}) than process 0 "
         f"({_short(expected, odd)}): {advice}"
     )
 

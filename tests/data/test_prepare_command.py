@@ -256,6 +256,9 @@ WRONG = [
     (("--out=OUT", "--source=CORPUS", "--train_tokenizer=300", "--tokenizer=bytes"), ("leave --tokenizer out",)),
     (("--out=OUT", "--source=CORPUS", "--tokenizer=tiktoken:nothing"), ("tiktoken",)),
     (("--out=CORPUS", "--source=CORPUS"), ("CORPUS is a file",)),
+    (("--out=CORPUS/x/y", "--source=CORPUS"), ("cannot write", "choose another")),
+    (("--out=CORPUS/x/y", "--source=CORPUS", "--train_tokenizer=300"), ("cannot write", "choose another --out")),
+    (("--out=OUT", "--source=CORPUS", "--workers=-1"), ("workers", "-1")),
 ]
 
 
@@ -317,6 +320,15 @@ def test_a_tokenizer_in_the_folder_is_taken_only_if_it_was_trained_on_the_same(p
     (tmp_path / "out.tokenizer.trained_on.json").unlink()
     ended = call("--train_tokenizer=300")
     assert ended.code == 2 and "tokenizer.json is there, and not on the same" in ended.err
+
+
+def test_a_training_that_fails_leaves_nothing_of_a_tokenizer(place, tmp_path):
+    latin, out = tmp_path / "latin.txt", tmp_path / "out"
+    latin.write_bytes(b"one\ntwo\ncaf\xe9\n")
+    options = (f"--source={latin}", f"--out={out}", "--train_tokenizer=300", "--json")
+    ended = place.run(*options, program="siamese_jax/data/prepare.py")
+    assert (ended.code, ended.out) == (2, "") and "latin.txt, line 3 is not UTF-8" in ended.err
+    assert not list(out.iterdir())
 
 
 def test_a_moved_folder_can_be_looked_into(place, corpus, tmp_path, monkeypatch):

@@ -10,13 +10,13 @@ import sys
 
 import jax
 import pytest
+from programs import ROOT, shared_place
 
 from siamese_jax.errors import InputError
 from siamese_jax.parallel import topology
 from siamese_jax.parallel.topology import CHIPS, find_topology
 from siamese_jax.training.ahead import _needed_bytes
 from siamese_jax.training.hardware import known_peak_flops
-from tests.programs import ROOT, shared_place
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 MODEL = (
