@@ -299,16 +299,17 @@ def test_a_fact_in_which_process_0_is_the_odd_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "other", "advice"),
     [
-        ("arguments", "start all with the same arguments"),
-        ("workdir", "start all with the same --workdir"),
-        ("jax", "install the same version on every host"),
+        ("arguments", "other", "start all with the same arguments"),
+        ("prompts", "other", "start all with the same prompts"),
+        ("workdir", "another", "start all with the same --workdir"),
+        ("jax", "another", "install the same version on every host"),
     ],
 )
-def test_each_fact_has_its_advice(name, advice):
+def test_each_fact_has_its_advice(name, other, advice):
     results = run_threads(make_calls([0, 1], 2, [{name: "a"}, {name: "b"}]))
-    assert results == [f"process 1 has another {name} (b) than process 0 (a): {advice}"] * 2
+    assert results == [f"process 1 has {other} {name} (b) than process 0 (a): {advice}"] * 2
 
 
 def test_facts_that_part_late_or_are_missing():
