@@ -15,9 +15,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+Folder = str | os.PathLike
 SPEED = {"tokens_per_second", "images_per_second", "step_seconds", "eta_seconds", "mfu"}  # differ from run to run
 SAMPLE = ("eval.prompt=abc", "eval.sample_tokens=5")
 CONFIG = """
@@ -63,12 +65,12 @@ class Ended:
 class Started:
     """A running program whose output goes to files beside its run folder."""
 
-    def __init__(self, command, environment, outputs: pathlib.Path):
+    def __init__(self, command, environment, outputs: pathlib.Path, at: Folder):
         outputs.parent.mkdir(parents=True, exist_ok=True)
         self.paths = [outputs.with_name(f"{outputs.name}.{name}") for name in ("out", "err")]
         with self.paths[0].open("w") as out, self.paths[1].open("w") as err:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                command, cwd=at, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )
 
     def until(self, condition, seconds: float = 240) -> bool:
@@ -126,21 +128,30 @@ class Place:
             config.update_from_flattened_dict({key: int(value) if value.isdecimal() else value})
         return config
 
-    def start(self, *arguments: str, program: str = "train.py", environment: dict | None = None) -> Started:
-        """Starts a program in a process of its own."""
+    def start(
+        self,
+        *arguments: str,
+        program: str = "train.py",
+        environment: dict | None = None,
+        at: Folder = "",
+    ) -> Started:
+        """Starts a program in a process of its own; at: in this folder."""
         outputs = self.folder / "outputs" / str(time.monotonic_ns())
         command = [sys.executable, program, *arguments]
-        return Started(command, self.environment | (environment or {}), outputs)
+        return Started(command, self.environment | (environment or {}), outputs, at or ROOT)
 
-    def run(self, *arguments: str, program: str = "train.py", file_bytes: int = 0) -> Ended:
-        """Runs a program to its end; file_bytes: no file may become larger (0 = no limit)."""
+    def run(self, *arguments: str, program: str = "train.py", file_bytes: int = 0, at: Folder = "") -> Ended:
+        """Runs a program to its end; file_bytes: no file may become larger (0 = no limit); at: in this folder."""
         if self._server is None:
             self._server = subprocess.Popen(
                 [sys.executable, __file__], cwd=ROOT, env=self.environment, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
         out, err = (self.folder / f"forked.{name}" for name in ("out", "err"))
-        order = {"program": program, "argv": arguments, "out": str(out), "err": str(err), "limit": file_bytes}
+        order = {
+            "program": str(ROOT / program), "argv": arguments, "at": str(at or ROOT), "limit": file_bytes,
+            "out": str(out), "err": str(err),
+        }  # fmt: skip
         print(json.dumps(order), file=self._server.stdin, flush=True)
         code = int(self._server.stdout.readline())
         return Ended(code, out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8"))
@@ -154,8 +165,8 @@ class Place:
 _PLACES: list[Place] = []
 
 
-def shared_place(tmp_path_factory) -> Place:
-    """The place that all tests of a session share; each module wraps it in a fixture."""
+def shared_place(tmp_path_factory=None) -> Place:
+    """The place that all tests of a session share; each module wraps it in a fixture, which makes it."""
     if not _PLACES:
         _PLACES.append(Place(tmp_path_factory.mktemp("place")))
         atexit.register(_PLACES[0].close)
@@ -219,9 +230,19 @@ def _become(order: dict) -> None:
 
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # no half of an entry in the cache
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["limit"], order["limit"]))
+    os.chdir(order["at"])
     sys.argv = [order["program"], *order["argv"]]
-    runpy.run_path(order["program"], run_name="__main__")
-    sys.exit(0)
+    code = 0
+    try:
+        runpy.run_path(order["program"], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    # As at the end of the interpreter, but for taking it apart, which takes a second in a fork.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ from siamese_jax.errors import FaultError, InputError
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory):
+    return shared_place(tmp_path_factory)
+
+
 def command(*arguments):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     options = {"cwd": ROOT, "env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -31,10 +36,9 @@ def command(*arguments):
 
 
 def run(*arguments, code=0):
-    process = command(*arguments)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
-    return out, err
+    ended = shared_place().run(*map(str, arguments), program="siamese_jax/data/prepare.py")
+    assert ended.code == code, ended.err
+    return ended.out, ended.err
 
 
 def content(folder):
@@ -260,11 +264,6 @@ WRONG = [
     (("--out=CORPUS/x/y", "--source=CORPUS", "--train_tokenizer=300"), ("cannot write", "choose another --out")),
     (("--out=OUT", "--source=CORPUS", "--workers=-1"), ("workers", "-1")),
 ]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return shared_place(tmp_path_factory)
 
 
 @pytest.mark.parametrize(("arguments", "words"), WRONG)

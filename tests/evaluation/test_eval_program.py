@@ -1,16 +1,13 @@
 """`eval.py` on a tiny run that `train.py` made: figures, options, and one line for every wrong input."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
+from programs import ROOT, Ended, shared_place
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "--config.data.length=16", "--config.training.batch_size=4", "--config.training.steps=4",
     "--config.schedule.warmup_steps=1", "--config.checkpoint.every=2", "--config.eval.prompt=",
@@ -24,7 +21,8 @@ FIGURES = {"loss", "perplexity", "perplexity_by_instance", "bits_per_byte", "tok
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
     """A folder with a trained run, its corpus of three files, and another text."""
-    folder = tmp_path_factory.mktemp("eval")
+    folder = shared_place(tmp_path_factory).folder / "eval"
+    folder.mkdir()
     (folder / "corpus").mkdir()
     for name in ("one", "two", "three"):
         text = f"the text of file {name}, which says {name} again and again. " * 12
@@ -33,24 +31,24 @@ def place(tmp_path_factory):
     config = f"--config={ROOT}/configs/quickstart.py"
     source = f"--config.data.source={folder}/corpus"
     done = run("train.py", config, f"--workdir={folder}/run", source, *TINY, place=folder)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     return folder
 
 
-def run(program, *arguments, place, **environment) -> subprocess.CompletedProcess:
-    here = {"JAX_PLATFORMS": "cpu", "SIAMESE_JAX_CACHE": str(place / "cache")}
-    return subprocess.run(
-        [sys.executable, ROOT / program, *arguments], cwd=place, env=os.environ | here | environment,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+def run(program, *arguments, place, **environment) -> Ended:
+    """environment: that a program has to be started with, and not forked."""
+    if not environment:
+        return shared_place().run(*arguments, program=program, at=place)
+    program = str(ROOT / program)
+    return shared_place().start(*arguments, program=program, environment=environment, at=place).ended()
 
 
 def evaluate(place, *arguments, **environment) -> dict:
     """The one object that --json prints."""
     done = run("eval.py", "--workdir=run", "--json", *arguments, place=place, **environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    return json.loads(done.stdout)
+    assert done.code == 0, done.err
+    assert done.out.count("\n") == 1
+    return json.loads(done.out)
 
 
 def copy_of_run(place, tmp_path, **data) -> Path:
@@ -66,15 +64,15 @@ def copy_of_run(place, tmp_path, **data) -> Path:
 def refused(place, *arguments, code=2, says="error: ") -> str:
     """The one line on stderr of a program that ends with `code`, and prints nothing else."""
     done = run("eval.py", *arguments, place=place)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == "" and done.stderr.startswith(says) and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    assert done.code == code, done.err
+    assert done.out == "" and done.err.startswith(says) and done.err.count("\n") == 1, done.err
+    return done.err
 
 
 def test_the_table_has_the_sources_and_the_total(place):
     done = run("eval.py", "--workdir=run", "--split=all", place=place)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
     assert "checkpoints/4, running average" in lines[0] and "split all" in lines[1]
     assert lines[2].split() == ["source", "tokens", "bits/byte", "loss", "perplexity", "by", "instance"]
     names = [line.split()[0] for line in lines[3:]]
@@ -131,8 +129,8 @@ def test_a_broken_checkpoint_is_passed_over_but_not_when_it_was_asked_for(place,
     largest = max((workdir / "checkpoints/4").rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     done = run("eval.py", f"--workdir={workdir}", place=place)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("checkpoint 4 is broken") and "checkpoints/2" in done.stdout.splitlines()[1]
+    assert done.code == 0, done.err
+    assert done.out.startswith("checkpoint 4 is broken") and "checkpoints/2" in done.out.splitlines()[1]
     asked = refused(place, f"--workdir={workdir}", "--step=4")
     assert asked.startswith("error: checkpoint 4 ") and "is broken" in asked
 
@@ -192,7 +190,7 @@ def test_another_tokenizer_of_a_size_that_fits(place, tmp_path):
 
 def test_help_names_the_options(place):
     done = run("eval.py", "--help", place=place)
-    assert done.returncode == 0 and done.stdout.startswith("Evaluates a checkpoint")
+    assert done.code == 0 and done.out.startswith("Evaluates a checkpoint")
     for option in ("workdir", "step", "split", "data.source", "data.cache_dir", "batch_size", "max_windows"):
-        assert f"--{option}:" in done.stdout
-    assert "--[no]json" in done.stdout
+        assert f"--{option}:" in done.out
+    assert "--[no]json" in done.out
