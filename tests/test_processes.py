@@ -128,7 +128,7 @@ def test_image_models_train_and_are_evaluated_as_one(place, family, tmp_path):
 
 MOVES = [
     pytest.param("two_by_four", 1, 8, (2, 2, 2), id="2x4 to 1x8"),
-    pytest.param("alone", 2, 4, (1, 4, 2), id="1x1 to 2x4"),
+    pytest.param("alone", 2, 4, (1, 4, 2), id="1x1 to 2x4", marks=pytest.mark.slow),
     pytest.param("two_by_four", 1, 1, (1, 1, 1), id="2x4 to 1x1", marks=pytest.mark.slow),
     pytest.param("two_by_four", 4, 2, (4, 1, 2), id="2x4 to 4x2", marks=pytest.mark.slow),
     pytest.param("two_by_four", 4, 2, (1, 8, 1), id="2x4 to 4x2 fsdp", marks=pytest.mark.slow),

@@ -50,7 +50,13 @@ def test_a_hundred_updates(residual, seed, dtype):
     assert result["ok"], live.format_live(result)
 
 
-@pytest.mark.parametrize("change", [{"norm_epsilon": 1e-4}, {"residual_options": (("depth_scale", "layer"),)}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"norm_epsilon": 1e-4}, marks=pytest.mark.slow),
+        {"residual_options": (("depth_scale", "layer"),)},
+    ],
+)
 def test_a_planted_difference_of_the_model_is_found(change, wide):
     pair = live.make_pair("siamese_hybrid", "float64", 0)
     config = pair.config

@@ -53,7 +53,7 @@ def test_the_transcription_of_dit_is_the_recorded_model():
 
 
 @pytest.mark.parametrize("siamese", [True, False], ids=["siamese", "pre"])
-@pytest.mark.parametrize("head_weights", [(0.5, 0.5), (1.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize("head_weights", [(0.5, 0.5), pytest.param((1.0, 1.0), marks=pytest.mark.slow), (1.0, 0.0)])
 def test_distilled_models_agree_however_their_heads_are_weighed(siamese, head_weights, tmp_path):
     path = tmp_path / "x_f64.npz"
     record_vit(path, VIT, siamese, head_weights)
@@ -65,7 +65,12 @@ def test_distilled_models_agree_however_their_heads_are_weighed(siamese, head_we
 
 @pytest.mark.parametrize("siamese", [True, False], ids=["siamese", "pre"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"learn_sigma": False, "class_dropout_prob": 0.0}, {"patch_size": 2, "in_channels": 1}]
+    "changes",
+    [
+        {},
+        pytest.param({"learn_sigma": False, "class_dropout_prob": 0.0}, marks=pytest.mark.slow),
+        {"patch_size": 2, "in_channels": 1},
+    ],
 )
 def test_other_diffusion_models_agree(siamese, changes, tmp_path):
     path = tmp_path / "x_f64.npz"

@@ -50,10 +50,12 @@ def agree(ours, plain, tolerance):
     ("causal", "ends", "shape"),
     [
         (True, None, {}),
-        (True, (100, 130), {}),
+        pytest.param(True, (100, 130), {}, marks=pytest.mark.slow),
         (False, None, {"groups": 1, "length": 128}),
         (False, (60,), {"kv_heads": 1, "length": 384, "batch": 1}),
-        (True, None, {"head_dim": 128, "length": 640, "batch": 1, "kv_heads": 1}),
+        pytest.param(
+            True, None, {"head_dim": 128, "length": 640, "batch": 1, "kv_heads": 1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_splash_is_plain_attention(causal, ends, shape):

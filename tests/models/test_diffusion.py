@@ -91,7 +91,14 @@ def test_pre_norm_is_the_published_dit():
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("residual", ["siamese", "pre", "siamese_hybrid"])
+@pytest.mark.parametrize(
+    "residual",
+    [
+        "siamese",
+        pytest.param("pre", marks=pytest.mark.slow),
+        pytest.param("siamese_hybrid", marks=pytest.mark.slow),
+    ],
+)
 def test_every_branch_starts_closed_and_the_output_at_zero(residual):
     config = dataclasses.replace(TINY, residual=residual)
     params = jax.jit(lambda key: initial_parameters(config, key))(jax.random.key(0))
