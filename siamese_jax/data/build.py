@@ -26,7 +26,16 @@ from tqdm import tqdm
 
 from siamese_jax.data.sources import Reading
 from siamese_jax.data.store import FORMAT_VERSION, TokenStore, token_type
-from siamese_jax.data.writing import JOURNAL, LENGTHS, folder_beside, place_of, publish, write_meta
+from siamese_jax.data.writing import (
+    JOURNAL,
+    LENGTHS,
+    check_begun,
+    folder_beside,
+    place_of,
+    publish,
+    read_journal,
+    write_meta,
+)
 from siamese_jax.errors import FaultError, InputError
 
 Documents = Iterable[tuple[str, str]]
@@ -86,7 +95,7 @@ def build_store(
     path, reading = place_of(path), reading or Reading()
     with folder_beside(path, resume) as folder:
         bar = Progress(path.name, progress, reading, total, unit)
-        with bar.bar, Writer(folder, tokenizer) as writer:
+        with bar.bar, Writer(folder, tokenizer, origin) as writer:
             writer.take(_batches(documents), workers, bar)
             writer.finish(path.name, ({"duplicates": reading.duplicates}) | ({"origin": origin} if origin else {}))
         return publish(folder, path)
@@ -96,11 +105,13 @@ class Writer:
     """Appends batches to a folder, with a journal of what is complete in it; goes on with an earlier one's work.
 
     A batch counts when its line is in the journal. Before it goes on, everything that counts is checked: the tokens
-    by their checksums, the documents by the digests of their texts.
+    by their checksums, the documents by the digests of their texts. InputError for work of another tokenizer or
+    origin, which is not written over.
     """
 
-    def __init__(self, folder: Path, tokenizer):
+    def __init__(self, folder: Path, tokenizer, origin: dict | None = None):
         self._folder, self._tokenizer = folder, tokenizer
+        self._origin = json.loads(json.dumps(origin))  # as the journal gives it back
         self._kind = token_type(tokenizer.vocab_size)
         self._sources: dict[str, tuple[int, int]] = {}
         self._digest = hashlib.sha256()
@@ -149,13 +160,10 @@ class Writer:
         write_meta(self._folder, self._tokenizer, starts, self._sizes, self._sources, self._digest, extra)
 
     def _found(self) -> list[dict]:
-        """Lines of the journal whose data are there and whole; of a journal of another tokenizer none."""
-        try:
-            head, *lines = (self._folder / JOURNAL).read_bytes().split(b"\n")[:-1]
-            if json.loads(head) != self._head():
-                return []
-            lines = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
+        """Lines of the journal whose data are there and whole."""
+        check_begun(self._folder, tokenizer=self._tokenizer.fingerprint, origin=self._origin)
+        head, *lines = read_journal(self._folder) or [None]
+        if head != self._head():
             return []
         sound = []
         with contextlib.suppress(OSError), self._read(TOKENS) as tokens, self._read(LENGTHS) as lengths:
@@ -171,7 +179,7 @@ class Writer:
 
     def _head(self) -> dict:
         return {
-            "format_version": FORMAT_VERSION, "tokenizer": self._tokenizer.fingerprint,
+            "format_version": FORMAT_VERSION, "tokenizer": self._tokenizer.fingerprint, "origin": self._origin,
             "batch": [_BATCH_CHARACTERS, _BATCH_DOCUMENTS],
         }  # fmt: skip
 

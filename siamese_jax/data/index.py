@@ -21,12 +21,13 @@ def index_arrays(
     path: str | Path,
     progress: bool = True,
     origin: dict | None = None,
+    whole: bool = True,
 ) -> TokenStore:
     """A store of (source name, array) that lie elsewhere: only where their documents start is written.
 
     Each array starts a document, and every end of text closes one. Raises InputError for ids that the tokenizer
-    does not have, and where there is no end of text or nothing else. Bytes are those of the decoded text (with the
-    blank in front that some tokenizers add), from the lengths of ids where these tell them.
+    does not have, and where there is nothing but ends of text or, of whole arrays, none. Bytes are those of the
+    decoded text (with the blank in front that some tokenizers add), from the lengths of ids where these tell them.
     """
     path = place_of(path)
     lengths = tokenizer.byte_lengths()
@@ -44,7 +45,8 @@ def index_arrays(
                 sizes.append(_sizes_of(tokens, own, tokenizer, lengths, bar.update))
                 starts.append(own + before)
                 before, documents, closed = before + len(tokens), documents + len(own), closed + ends
-        _check_text([str(one.path) for _, one in arrays], tokenizer, closed, sum(int(part.sum()) for part in sizes))
+        names = [str(one.path) for _, one in arrays]
+        _check_text(names, tokenizer, closed or not whole, sum(int(part.sum()) for part in sizes))
         starts, sizes = np.concatenate([*starts, [before]]).astype("<i8"), np.concatenate(sizes).astype("<i8")
         digest.update(starts)
         np.save(folder / "documents.npy", starts)
@@ -54,7 +56,7 @@ def index_arrays(
         return publish(folder, path)
 
 
-def _check_text(names: Sequence[str], tokenizer, closed: int, num_bytes: int) -> None:
+def _check_text(names: Sequence[str], tokenizer, closed: bool, num_bytes: int) -> None:
     where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if not closed:
         raise InputError(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from siamese_jax.data.store import TokenStore, is_store, partial_of, read_meta
 from siamese_jax.data.token_arrays import TokenArray
 from siamese_jax.data.tokenizer import make_tokenizer
 from siamese_jax.data.train_tokenizer import check_size, train_tokenizer
-from siamese_jax.data.writing import place_of, tidy
+from siamese_jax.data.writing import check_begun, place_of, tidy
 from siamese_jax.errors import InputError
 
 BOTH = "both"
@@ -49,7 +50,7 @@ def define_flags() -> None:
 
 def main() -> None:
     given = flags.FLAGS
-    out = Path(os.path.expanduser(program.required("out")))
+    out = Path(os.path.realpath(os.path.expanduser(program.required("out"))))
     if not given.source and not given.inspect:
         raise InputError(
             "--source is missing: give it, or see --help (with --inspect alone, what is there is shown)"
@@ -75,7 +76,7 @@ def prepare(out: Path) -> dict:
     for part, path in parts.items():
         _check_same_input(path, found[part].origin)
     if tokenizer is None:
-        tokenizer = _trained_tokenizer(out)
+        tokenizer = _trained_tokenizer(out, parts.values())
     for path in parts.values():
         _check_same_tokenizer(path, tokenizer)
     done = {part: _make(path, tokenizer, found[part]) for part, path in parts.items()}
@@ -103,7 +104,7 @@ def _check_layout(out: Path) -> None:
         raise InputError(f"{out} holds train/ and validation/: choose another --out, or leave --split out")
 
 
-def _trained_tokenizer(out: Path):
+def _trained_tokenizer(out: Path, stores: Iterable[Path]):
     """The tokenizer of --train_tokenizer; the one in --out if it was trained on the same."""
     given = flags.FLAGS
     size, path = given.train_tokenizer, out / TOKENIZER if given.split == BOTH else _beside(out)
@@ -112,6 +113,8 @@ def _trained_tokenizer(out: Path):
     corpus = _corpus(part)
     of_now = {"size": size, "source": given.source, "part": part, "digest": _digest(_stamp_of(corpus))}
     if not path.exists():
+        if made := next((store for store in stores if _is_there(store)), None):
+            raise InputError(f"{made} is there, but its tokenizer {path} is gone: put it back, or remove the store")
         train_tokenizer(corpus, given.field, size, path, record, of_now, program.say_here)
         return make_tokenizer(str(path))
     try:
@@ -194,6 +197,7 @@ def _check_same_input(path: Path, origin: dict) -> None:
     """InputError where a store would be written over, or was made from something else."""
     if not _is_there(path):
         place_of(path)
+        check_begun(partial_of(path), origin=origin)
         return
     meta = read_meta(path)
     if meta.get("origin") != origin:
@@ -205,6 +209,7 @@ def _check_same_input(path: Path, origin: dict) -> None:
 
 def _check_same_tokenizer(path: Path, tokenizer) -> None:
     if not _is_there(path):
+        check_begun(partial_of(path), tokenizer=tokenizer.fingerprint)
         return
     made = read_meta(path)["tokenizer"]
     if made["fingerprint"] != tokenizer.fingerprint:
@@ -223,7 +228,8 @@ def _make(path: Path, tokenizer, found: Found) -> dict:
     if partial_of(path).exists():
         program.say_here(f"{path} was begun before: what is done is checked and kept")
     if found.arrays:
-        store = index_arrays(found.arrays, tokenizer, path, origin=found.origin)
+        whole = found.origin["part"] == "all"
+        store = index_arrays(found.arrays, tokenizer, path, origin=found.origin, whole=whole)
     else:
         corpus, reading = found.corpus, Reading()
         store = build_store(
@@ -287,12 +293,9 @@ def as_text(result: dict) -> str:
             f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes"
             f" in {part['path']} ({took}, fingerprint {part['fingerprint'][:16]})"
         )
-    # Of one source in two parts it is the same number, of duplicates that are in neither.
-    for source, number in {
-        part["source"]: part["duplicates_left_out"] for part in result["parts"].values()
-    }.items():
-        if number:
-            lines.append(f"{number:,} duplicates left out of {source}")
+    # Two parts of one stream leave the same ones out, which are in neither.
+    duplicates = dict.fromkeys((part["source"], part["duplicates_left_out"]) for part in result["parts"].values())
+    lines += [f"{number:,} duplicates left out of {source}" for source, number in duplicates if number]
     for part in result["parts"].values():
         if "inspection" in part:
             lines += ["", format_inspection(part["inspection"])]

@@ -66,7 +66,7 @@ def prepare_store(
         path = folder / f"{label}-{split}-{_key([[name, *one.stamp()] for name, one in arrays], tokenizer)}"
         if not path.exists():
             sweep(folder, ".*.tmp")
-            return index_arrays(arrays, tokenizer, path, progress)
+            return index_arrays(arrays, tokenizer, path, progress, whole=part == "all")
         return TokenStore.open(path)
     corpus = find_corpus(source, split, validation_source, validation_fraction, data_dir=data_dir)
     path = (
@@ -116,19 +116,21 @@ def own_part(source: str) -> str:
     """What is meant by a source that is named for validation: its own part for that where it has one, else all."""
     if source == "sotu" or is_tfds(source):
         return "all" if names_split(source) else "validation"
-    return "validation" if is_prepared(source) and not is_store(Path(source)) else "all"
+    return "validation" if is_prepared(source) and not is_store(Path(os.path.expanduser(source))) else "all"
 
 
 def default_cache_dir() -> Path:
     """Where `prepare_store` keeps its stores unless told otherwise."""
     own = os.environ.get("SIAMESE_JAX_CACHE")
     if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "siamese_jax"
+        return Path(os.path.expanduser(own))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "siamese_jax"
 
 
 def is_prepared(source: str) -> bool:
     """Whether a source is a folder that a preparation made, or has begun to make."""
+    if source == "sotu" or source.startswith("tfds:"):
+        return False
     path = Path(os.path.expanduser(source))
     folders = (path, *(path / part for part in PARTS))
     # os.path: a long list of files is no path, which pathlib takes for an error.
@@ -158,6 +160,8 @@ def _open_prepared(source: str, split: str, tokenizer) -> TokenStore:
 
 def is_token_arrays(source: str) -> bool:
     """Whether a source names arrays of tokens and not text; InputError for a folder that has both, or stores."""
+    if source == "sotu" or source.startswith("tfds:"):
+        return False
     entries = [entry.strip() for entry in source.split(",") if entry.strip()]
     # os.path: a long name is no path, which pathlib takes for an error.
     if len(entries) == 1 and os.path.isdir(folder := os.path.expanduser(entries[0])):
@@ -167,17 +171,19 @@ def is_token_arrays(source: str) -> bool:
 
 def _holds_arrays(folder: Path) -> bool:
     files = visible_files(folder)
-    store = next((path.parent for path in files if path.name == "tokens.bin" and is_store(path.parent)), None)
-    if store is not None:
-        raise InputError(f"{folder} holds prepared stores, such as {store}: name one of them")
+    stores = {path.parent for path in files if path.name == "documents.npy" and is_store(path.parent)}
+    files = [path for path in files if path.parent not in stores]
     arrays, texts = (
         next((path for path in files if ending_of(path, endings)), None)
         for endings in (token_arrays.ENDINGS, ENDINGS)
     )
+    if stores and not texts:
+        raise InputError(f"{folder} holds prepared stores, such as {min(stores)}: name one of them, or other files")
     if arrays and texts:
+        kinds = [f"'{folder}/**/*{path.suffix}'" for path in (arrays, texts)]
         raise InputError(
             f"{folder} holds tokens ({arrays.name}) and text ({texts.name}): name those that are meant, as "
-            f"'{folder}/*{arrays.suffix}'"
+            f"{' or '.join(kinds)}"
         )
     return arrays is not None
 

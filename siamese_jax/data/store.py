@@ -9,6 +9,7 @@ A store of token arrays that somebody else wrote has no tokens.bin: meta.json sa
 """
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,7 @@ def _expect(path: Path, what: str, found: int, expected: int) -> None:
 
 def partial_of(path: Path) -> Path:
     """Where a preparation of path lies that can be continued."""
+    path = Path(os.path.realpath(path))  # a link to a store stands for it
     return path.parent / f".{path.name}.partial"
 
 

@@ -53,8 +53,8 @@ class TokenArray:
         data = size - offset
         if data <= 0 or data % kind.itemsize:
             raise InputError(
-                f"{path} has {data} bytes of tokens, not a positive multiple of {kind.itemsize} (ids below "
-                f"{vocab_size} take so many): it was cut off, or belongs to another tokenizer"
+                f"{path} has {data} bytes of tokens, not a positive multiple of {kind.itemsize}, the bytes of an "
+                f"id of {vocab_size}: it was cut off, or belongs to another tokenizer"
             )
         file_bytes = path.stat().st_size
         return cls(path, offset, kind.str, data // kind.itemsize, file_bytes, _probe(path, file_bytes))
@@ -65,9 +65,12 @@ class TokenArray:
         known = cls(**entry | {"path": Path(entry["path"])})
         size = known.path.stat().st_size if known.path.is_file() else 0
         if size != known.file_bytes or _probe(known.path, size) != known.probe:
+            how = (
+                "its content differs" if size == known.file_bytes else f"{size} bytes now, {known.file_bytes} then"
+            )
             raise InputError(
-                f"{known.path} has changed since it was prepared ({known.file_bytes} bytes then, {size} now): "
-                "put the file back, or remove the store and prepare again"
+                f"{known.path} has changed since it was prepared ({how}): put the file back, or remove the store "
+                "and prepare again"
             )
         return known
 
@@ -99,16 +102,22 @@ def _numpy_layout(path: Path) -> tuple[int, np.dtype, int]:
 
 
 def _are_halves(path: Path) -> bool:
-    """Whether a file without a header holds ids of four bytes: every second number of two bytes is then 0."""
+    """Whether a file without a header holds ids of four bytes: every second number of two bytes is then 0.
+
+    InputError for ids of eight bytes, which nobody writes without a header.
+    """
     with path.open("rb") as file:
         start = file.read(_PROBE_BYTES)
     pairs = np.frombuffer(start[: len(start) // 4 * 4], "<u2").reshape(-1, 2)
-    return len(pairs) >= _FEWEST_PAIRS and not pairs[:, 1].any() and bool(pairs[:, 0].any())
+    if len(pairs) < _FEWEST_PAIRS or pairs[:, 1].any() or not pairs[:, 0].any():
+        return False
+    if not pairs[1::2, 0].any():
+        raise InputError(f"{path} seems to hold ids of eight bytes: write it as uint16 or uint32")
+    return True
 
 
 def _probe(path: Path, size: int) -> int:
     """A checksum of both ends, and of blocks that are evenly spaced between them."""
-    found = 0
     with path.open("rb") as file:
         found = zlib.crc32(file.read(_PROBE_BYTES))
         for number in range(1, _BETWEEN + 1):

@@ -31,19 +31,12 @@ def train_tokenizer(
     InputError for a size below these and a folder that cannot be written to, FaultError where the disk is full.
     """
     check_size(size)
+    marks = {record: json.dumps(trained_on, indent=1)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(trained_on, indent=1), encoding="utf-8")
+        _write(marks, rename=False)  # what cannot be written is said before the work
     except OSError as error:
         raise InputError(f"cannot write {record}: {error.strerror}: choose another --out") from error
-    try:
-        _train(corpus, field, size, path, say)
-    except BaseException:
-        record.unlink()
-        raise
-
-
-def _train(corpus, field: str, size: int, path: Path, say: Callable[[str], None]) -> None:
     say(f"training a tokenizer of {size:,} tokens")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,11 +46,20 @@ def _train(corpus, field: str, size: int, path: Path, say: Callable[[str], None]
         show_progress=sys.stderr.isatty(),
     )  # fmt: skip
     tokenizer.train_from_iterator((text for _, text in corpus.documents(field, Reading())), trainer)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        beside.replace(path)
+        _write(marks | {path: tokenizer.to_str(pretty=True)})
     except OSError as error:
         raise FaultError(f"cannot write {path}: {error.strerror}: free space or choose another --out") from error
+
+
+def _write(texts: dict[Path, str], rename: bool = True) -> None:
+    """Writes files beside their places, then renames them in this order; rename False: only tries to write."""
+    beside = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
+    try:
+        for path, text in texts.items():
+            beside[path].write_text(text, encoding="utf-8")
+        for path in texts if rename else ():
+            beside[path].replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        for path in beside.values():
+            path.unlink(missing_ok=True)

@@ -63,6 +63,26 @@ def folder_beside(path: Path, resume: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def read_journal(folder: Path) -> list[dict]:
+    """The lines of an unfinished store, the head of its journal first; none where it has none or a broken one."""
+    try:
+        return [json.loads(line) for line in (folder / JOURNAL).read_bytes().split(b"\n")[:-1]]
+    except (OSError, ValueError):
+        return []
+
+
+def check_begun(folder: Path, **expected) -> None:
+    """InputError where the work in an unfinished store is of another tokenizer or origin than expected."""
+    head, *done = read_journal(folder) or [{}]
+    for name, value in expected.items():
+        if done and head.get(name) != value:
+            what = "tokenizer" if name == "tokenizer" else "source, files or options"
+            raise InputError(
+                f"{folder} was begun with another {what} than now: finish it with the command that began it, "
+                "remove it, or choose another --out"
+            )
+
+
 @contextlib.contextmanager
 def _locked(folder: Path, path: Path) -> Iterator[None]:
     with (folder / LOCK).open("w") as lock:
@@ -128,11 +148,20 @@ def tidy(path: Path) -> None:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Removes what killed preparations left behind; a live one writes far more often than once a day."""
+    """Removes what killed preparations left behind a day ago or longer."""
     for leftover in folder.glob(pattern):
         try:
             changed = max(item.stat().st_mtime for item in (leftover, *leftover.iterdir()))
         except OSError:  # its owner has just finished
             continue
-        if time.time() - changed > _LEFTOVER_SECONDS:
+        if time.time() - changed > _LEFTOVER_SECONDS and not _is_locked(leftover):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False

