@@ -26,7 +26,7 @@ import traceback
 import types
 import warnings
 
-from programs import ROOT, Place, checkpoints_of, records, write_corpus
+from tests.programs import ROOT, Place, checkpoints_of, records, write_corpus
 
 HELP = """\
 Each round trains a tiny model (60 updates, a checkpoint every 3, a validation every 20) with real processes of

@@ -149,7 +149,7 @@ class Place:
             )  # fmt: skip
         out, err = (self.folder / f"forked.{name}" for name in ("out", "err"))
         order = {
-            "program": str(ROOT / program), "argv": arguments, "at": str(at or ROOT), "limit": file_bytes,
+            "program": program, "argv": arguments, "at": str(at or ROOT), "limit": file_bytes,
             "out": str(out), "err": str(err),
         }  # fmt: skip
         print(json.dumps(order), file=self._server.stdin, flush=True)
@@ -231,10 +231,11 @@ def _become(order: dict) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # no half of an entry in the cache
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["limit"], order["limit"]))
     os.chdir(order["at"])
+    program = order["program"] if order["at"] == str(ROOT) else str(ROOT / order["program"])  # as one would type it
     sys.argv = [order["program"], *order["argv"]]
     code = 0
     try:
-        runpy.run_path(order["program"], run_name="__main__")
+        runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     # As at the end of the interpreter, but for taking it apart, which takes a second in a fork.

@@ -100,7 +100,8 @@ def test_processes_train_as_one_and_write_once(two_by_four, alone):
     assert ours["validation"]["tokens"] == theirs["validation"]["tokens"]
 
 
-@pytest.mark.parametrize("family", ["vision", pytest.param("diffusion", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["vision", "diffusion"])
 def test_image_models_train_and_are_evaluated_as_one(place, family, tmp_path):
     """Drop path, augmentation, mixing and noise belong to the image, not to the process that holds it."""
     images, found = Images(place), []

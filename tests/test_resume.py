@@ -87,7 +87,7 @@ def test_runs_killed_again_and_again_continue_exactly(place, reference, tmp_path
     assert_same_run(workdir, reference)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_says_how_to_go_on(place, reference, tmp_path, number):
     workdir = tmp_path / "run"
     arguments = place.arguments(workdir)

@@ -163,6 +163,7 @@ def test_documents_that_do_not_see_each_other_reach_the_model(model, params, bat
     assert abs(float(apart - one)) > 1e-4
 
 
+@pytest.mark.slow  # tests/parallel compares more of it
 def test_eight_devices_equal_one(tmp_path_factory):
     """Whole runs with accumulation, each in its own process, on one and on eight virtual CPU devices."""
     place = shared_place(tmp_path_factory)
