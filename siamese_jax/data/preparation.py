@@ -42,7 +42,7 @@ def define_flags() -> None:
     flags.DEFINE_string("end_of_text", "", "Token that closes a document; the usual ones are found.")
     flags.DEFINE_integer("train_tokenizer", 0, "Size of a vocabulary to train; 0 = take --tokenizer.", 0)
     flags.DEFINE_bool("deduplicate", False, "Leave out documents whose text has come before.")
-    flags.DEFINE_integer("workers", 0, "Processes that tokenise; 0 = one for each core, of little text just one.", 0)
+    flags.DEFINE_integer("workers", 0, "Processes that tokenise; 0 = one for each core, or one for little text.", 0)
     flags.DEFINE_bool("inspect", False, "Show what the stores hold.")
     flags.DEFINE_integer("samples", 3, "Documents that --inspect shows the beginning of.", 0)
     program.define_json_flag()
