@@ -162,7 +162,7 @@ def _parse(arguments: Sequence[str], takes_files: bool) -> list[str]:
     """Sets the flags; returns the arguments that are none, if the program takes files."""
     if {"--help", "-h", "-help", "--helpfull"} & set(arguments[1:]):
         print(sys.modules["__main__"].__doc__.strip(), end="\n\n")
-        print(FLAGS.main_module_help())
+        print(FLAGS.main_module_help(), flush=True)
         sys.exit(OK)
     family = _check_config_files(arguments[1:])  # first: a file may bring a scheme with options of its own
     _check_overrides(arguments[1:], family)
@@ -193,6 +193,8 @@ def run(main: Callable[..., None], takes_files: bool = False) -> None:
         app.run(lambda _: _ending(main), argv=sys.argv[:1], flags_parser=lambda argv: argv)
     except InputError as error:
         _leave("error", error, WRONG_INPUT)
+    except BrokenPipeError:  # of --help that nobody reads to its end
+        os._exit(FAULT)
 
 
 def _quiet_logging() -> None:

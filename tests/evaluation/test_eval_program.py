@@ -1,7 +1,10 @@
 """`eval.py` on a tiny run that `train.py` made: figures, options, and one line for every wrong input."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -194,3 +197,13 @@ def test_help_names_the_options(place):
     for option in ("workdir", "step", "split", "data.source", "data.cache_dir", "batch_size", "max_windows"):
         assert f"--{option}:" in done.out
     assert "--[no]json" in done.out
+
+
+def test_help_that_is_not_read_to_its_end(place):
+    """As `eval.py --help | head`; of a pipe that is closed already, whatever the speed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(ROOT / "eval.py"), "--help"]
+    done = subprocess.run(command, cwd=place, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == 1
