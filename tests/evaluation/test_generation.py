@@ -84,7 +84,8 @@ def compare(samplings, scan, **options):
     for sampling in samplings:
         found, expected = (texts(model, params, sampling, cached) for cached in (True, False))
         assert found == expected and all(len(ids) == 20 for ids in found)
-        assert len({token for ids in found for token in ids}) > 3
+        # The likeliest token of a small random model may be the same for ever.
+        assert sampling.greedy or len({token for ids in found for token in ids}) > 3
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
